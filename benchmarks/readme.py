@@ -12,7 +12,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURE = ROOT / "docs" / "images" / "peak_memory.svg"
 TIMELINE = ROOT / "docs" / "images" / "offloading_timeline.svg"
 _PLACE = re.compile(
-    r"(<!-- (benchmarks/results/\w+\.md)(, first table)? -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (benchmarks/results/[\w/]+\.md)(, first table)? -->\n).*?(<!-- end -->)", re.DOTALL
 )
 _TO_FIRST_TABLE = re.compile(r"\A.*?(?:^\|[^\n]*\n)+", re.DOTALL | re.MULTILINE)
 

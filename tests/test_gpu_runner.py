@@ -2,14 +2,13 @@
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu import _device_checks, _fit, _technique_checks
-from benchmarks.gpu.__main__ import describe, main, path_of, read_lines, run_step
+from benchmarks.gpu.__main__ import describe, main, read_lines, run_step
 from benchmarks.gpu._steps import STEPS, Step
 
 KNOWN: dict[str, Any] = {
@@ -25,7 +24,7 @@ def test_each_check_and_fit_is_a_step():
         module: sorted(known) for module, known in KNOWN.items()
     }
     assert all(step.command[1] == step.name for step in STEPS if step.command[0] in KNOWN)
-    assert len({path_of(step, Path()) for step in STEPS}) == len(STEPS)
+    assert len({step.file_name for step in STEPS}) == len(STEPS)
 
 
 @pytest.mark.parametrize("check", [*_device_checks.CHECKS, *_technique_checks.CHECKS])
@@ -67,7 +66,7 @@ def test_a_step_writes_a_file(tmp_path, capsys):
     name = "roberta plain"
     assert main(["--dry", "--results", str(tmp_path), "--only", name]) == 0, capsys.readouterr().out
     (step,) = (step for step in STEPS if step.name == name)
-    fit = read_lines(path_of(step, tmp_path))
+    fit = read_lines(tmp_path / step.file_name)
     assert fit[0]["case"] == name
     assert fit[-1]["returncode"] == 0
     assert "| roberta plain |" in (tmp_path / "fits.md").read_text()
@@ -81,7 +80,7 @@ def test_steps_write_a_file_each(tmp_path, capsys):
     arguments = ["--dry", "--results", str(tmp_path), "--only", *chosen]
     assert main(arguments) == 0, capsys.readouterr().out
     steps = [step for step in STEPS if step.name in chosen]
-    costs, fit, tests = (read_lines(path_of(step, tmp_path)) for step in steps)
+    costs, fit, tests = (read_lines(tmp_path / step.file_name) for step in steps)
     assert [line["case"] for line in costs[:-1]][:2] == ["zeros", "matmul"]
     assert any("tests/measure/test_peak.py" in line for line in tests[0]["output"])
     assert all(lines[-1]["returncode"] == 0 for lines in (costs, fit, tests))

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import RESULTS, device_name, markdown_table, provenance
+from benchmarks._common import RESULTS, device_name, provenance
 from benchmarks.gpu._lines import WAITS, write_line
 from benchmarks.gpu._steps import STEPS, Step
+from benchmarks.gpu._tables import write_tables
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT_S = 9 * 60
@@ -117,13 +118,13 @@ class Line:
 
     def run(self, step: Step, limit_s: float) -> dict[str, Any]:
         """Run a step whose turn it is, and return the end of its file."""
-        path = path_of(step, self._folder)
+        path = self._folder / step.file_name
         process = self._waiting.pop(step, None) or start_step(step, path, is_dry=self._is_dry)
         place = self._steps.index(step)
         # The first one finds out what the driver has given to all processes.
         for later in self._steps[place + 1 : place + 1 + self._num_ahead] if place else ():
             if later not in self._waiting and _waits(later):
-                later_path = path_of(later, self._folder)
+                later_path = self._folder / later.file_name
                 self._waiting[later] = start_step(
                     later, later_path, is_dry=self._is_dry, waits=True
                 )
@@ -139,42 +140,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def make_table(folder: Path) -> str:
-    """Lay out the fits that are in the files of a folder."""
-    rows = []
-    for step in STEPS:
-        path = path_of(step, folder)
-        for line in read_lines(path) if path.exists() else []:
-            if line.get("check") == "fit":
-                cells = [_cell(line, name) for name in ("step_ms", "host_ms", "allocated_mib")]
-                cells += [_percent(line, "allocated_error"), _cell(line, "reserved_mib")]
-                cells += [_percent(line, "reserved_error"), _cell(line, "driver_mib")]
-                cells += [_percent(line, "driver_error"), f"{line['losses'][-1]:.4f}"]
-                rows.append([line["case"], *cells])
-    header = ["fit", "step (ms)", "host (ms)", "allocated (MiB)", "predicted", "reserved"]
-    header += ["predicted", "driver", "predicted", "last loss"]
-    return markdown_table(header, rows)
-
-
-def _cell(line: dict[str, Any], name: str) -> str:
-    return f"{line[name]:,.1f}" if line.get(name) is not None else "-"
-
-
-def _percent(line: dict[str, Any], name: str) -> str:
-    return f"{100 * line[name]:+.1f} %" if name in line else "-"
-
-
-def path_of(step: Step, folder: Path) -> Path:
-    """Name the file of a step."""
-    number = 1 + STEPS.index(step)
-    return folder / f"{number:02d}_{re.sub('[^a-z0-9]+', '_', step.name.lower())}.jsonl"
-
-
 def describe(step: Step) -> str:
     """Say in a line what a step is."""
     missing = missing_packages(step)
     note = f"LEFT OUT: {', '.join(missing)} is not installed" if missing else step.expected
     return f"{1 + STEPS.index(step):2d}  {step.name:32} {step.limit_s:4d} s  {note}".rstrip()
+
+
+def make_folder(given: Path | None, *, is_dry: bool) -> Path:
+    """Make the folder of the results, and add to its notes where they come from."""
+    slug = re.sub(r"[^a-z0-9]+", "_", device_name().lower()).strip("_")
+    # A dry run proves nothing that should stand among the results.
+    folder = given or (Path(tempfile.mkdtemp()) if is_dry else RESULTS / f"gpu_{slug}")
+    folder.mkdir(parents=True, exist_ok=True)
+    note = folder / "provenance.json"
+    runs = json.loads(note.read_text("utf-8")) if note.exists() else []
+    note.write_text(json.dumps([*runs, provenance()], indent=2) + "\n", "utf-8")
+    return folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -201,23 +183,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(map(describe, chosen)))
         return 0
-    slug = re.sub(r"[^a-z0-9]+", "_", device_name().lower()).strip("_")
-    # A dry run proves nothing that should stand among the results.
-    folder = options.results or (
-        Path(tempfile.mkdtemp()) if options.dry else RESULTS / f"gpu_{slug}"
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "provenance.json").write_text(json.dumps(provenance(), indent=2) + "\n", "utf-8")
+    folder = make_folder(options.results, is_dry=options.dry)
     until_s = options.until or (float("inf") if options.dry else TIME_LIMIT_S)
     end_s = time.monotonic() + until_s
     possible = [step for step in chosen if not missing_packages(step)]
     for step in chosen:
-        path_of(step, folder).unlink(missing_ok=True)
+        (folder / step.file_name).unlink(missing_ok=True)
         if step not in possible:
             print(describe(step), flush=True)
     # The limits are those of a machine with a GPU, not of a busy laptop.
     slower = options.slower or (10 if options.dry else 1)
-    failed = []
+    failed, table = [], ""
     with Line(possible, folder, options.ahead, is_dry=options.dry) as line:
         for step in possible:
             left_s = end_s - time.monotonic()
@@ -227,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             end = line.run(step, min(step.limit_s * slower, left_s))
             failed += [step.name] if "error" in end else []
-            (folder / "fits.md").write_text(make_table(folder) + "\n", "utf-8")
-    print(f"\n{make_table(folder)}\n\nWritten to {folder}")
+            table = write_tables(folder)
+    print(f"\n{table}\n\nWritten to {folder}")
     if failed:
         print(f"Not done: {', '.join(failed)}")
     return 1 if failed else 0

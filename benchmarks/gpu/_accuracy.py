@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.gpu._lines import write_line
 from benchmarks.virtual_gpu._architectures import ARCHITECTURES
-from benchmarks.virtual_gpu.accuracy import _MARK, SETTINGS
+from benchmarks.virtual_gpu.accuracy import MARK, SETTINGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +27,9 @@ def fit_some(names: Sequence[str], path: Path | None) -> None:
         text=True,
     ) as process:
         assert process.stdout is not None
-        lines = (line for line in process.stdout if line.startswith(_MARK))
+        lines = (line for line in process.stdout if line.startswith(MARK))
         for name, line in zip(names, lines, strict=False):
-            found = json.loads(line.removeprefix(_MARK))
+            found = json.loads(line.removeprefix(MARK))
             write_line(path, {"check": "accuracy", "case": name, **found})
 
 

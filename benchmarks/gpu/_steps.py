@@ -1,5 +1,6 @@
 """The steps of the first ten minutes on a GPU, most valuable first, as data."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,11 @@ class Step:
     needs: tuple[str, ...] = ()
     expected: str = ""
     is_parallel: bool = False
+
+    @property
+    def file_name(self) -> str:
+        """Of its results."""
+        return re.sub("[^a-z0-9]+", "_", self.name.lower()) + ".jsonl"
 
 
 def _ladder(trainer: str, row: str) -> Step:

@@ -63,6 +63,11 @@ def train(row: Row, workload: Workload, observer: Observer) -> None:
     # transformers 5.23 takes RoBERTa's **kwargs for the promise to divide the loss by the tokens of
     # the whole batch, which its forward does not: with micro-batches the gradients would be a sum.
     model.accepts_loss_kwargs = False
+    chosen = row.hugging_face_arguments(workload)
+    if "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
+        # Its name before transformers 5.23.
+        for name in [name for name in chosen if name.startswith("activation_")]:
+            chosen[name.replace("activation_", "gradient_")] = chosen.pop(name)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -77,7 +82,7 @@ def train(row: Row, workload: Workload, observer: Observer) -> None:
             report_to="none",
             disable_tqdm=True,
             dataloader_pin_memory=False,
-            **row.hugging_face_arguments(workload),
+            **chosen,
         )
         trainer = _ObservedTrainer(
             model=model,

@@ -16,7 +16,6 @@ from benchmarks._profiler import AllocationPeak
 from benchmarks.ladder._rows import Workload
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlDevice
-from lightning_memsave.measure.storages import device_of
 
 
 class Observer(ABC):
@@ -156,9 +155,10 @@ class Meter(Observer):
         self.memory["by_category"] = live.peak.by_category()
 
     def _read_allocator(self) -> None:
-        device = device_of(self._module)
-        if device.type != "cuda":
+        # Not that of the module, whose weights may wait on the host.
+        if not torch.cuda.is_available():
             return
+        device = torch.device("cuda", torch.cuda.current_device())
         self.memory["peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
         self.memory["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
         with NvmlDevice(device) as gpu:

@@ -123,7 +123,6 @@ class Row:
             "optim": "adamw_bnb_8bit" if self.low_bit else "adamw_torch",
         }
         if self.checkpointing:
-            # Its name until transformers 5 was `gradient_checkpointing`, which warns now.
             chosen |= {
                 "activation_checkpointing": True,
                 "activation_checkpointing_kwargs": {"use_reentrant": False},

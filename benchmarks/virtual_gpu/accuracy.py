@@ -53,7 +53,7 @@ NUM_STEPS = 3
 LIMIT_S = 900
 SEGMENT_BYTES = 2 * MIB
 _MEMORY = "64GiB"
-_MARK = "measured: "
+MARK = "measured: "
 _PATH = RESULTS / "virtual_gpu_accuracy.json"
 # Preset "off" on all, then the rest: a run that is cut off has the most telling fits.
 _OTHERS = ("roberta", "gpt2", "llama", "vit")
@@ -114,8 +114,8 @@ def run(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith(_MARK):
-                yield json.loads(line.removeprefix(_MARK))
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK))
 
 
 # Forked from one process that has imported everything, which takes longer than a fit.
@@ -135,7 +135,7 @@ def _fork(names: Sequence[str]) -> None:
                 found = {"error": "died"}
         process.kill()
         process.join()
-        print(_MARK + json.dumps(found), flush=True)
+        print(MARK + json.dumps(found), flush=True)
 
 
 def _send_measured(architecture: str, setting: str, sender: Any) -> None:
@@ -239,7 +239,7 @@ def make_text(found: Sequence[dict[str, Any]]) -> str:
         rows = []
         for name in dict.fromkeys(one["architecture"] for one in chosen):
             by_setting = {o["setting"]: o for o in chosen if o["architecture"] == name}
-            rows.append([name, *(_cell(by_setting.get(setting)) for setting in settings)])
+            rows.append([name, *(cell(by_setting.get(setting)) for setting in settings)])
         conf = f", `{ALLOCATORS[allocator]}`" if ALLOCATORS[allocator] else ""
         parts += [
             f"{CARDS[card]}{conf}: deviation of the predicted peak of reserved memory in MiB, and "
@@ -271,7 +271,8 @@ def _error(one: dict[str, Any], name: str) -> float:
     return deviation
 
 
-def _cell(one: dict[str, Any] | None) -> str:
+def cell(one: dict[str, Any] | None) -> str:
+    """Say how far a prediction was off: reserved memory in MiB, allocated memory in %."""
     if one is None:
         return ""
     if "error" in one:
@@ -317,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = list(group)
         for case, result in zip(cases, run(cases), strict=False):
             found.append(asdict(case) | result | {"commit": commit})
-            print(_name(found[-1]), found[-1].get("error") or _cell(found[-1]), flush=True)
+            print(_name(found[-1]), found[-1].get("error") or cell(found[-1]), flush=True)
             _write(found, options.results)
     if not wanted:
         _write(found, options.results)

@@ -17,7 +17,7 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import fit, loader, make_lit
 from tests.callbacks.test_micro_batching import wide_lit
-from tests.cases import MODELS, Model
+from tests.cases import MODELS, WIDTH, Model
 from tests.virtual_gpu import counters
 from tests.virtual_gpu.processes import run_python
 
@@ -230,7 +230,7 @@ def test_a_table_that_was_made_on_the_gpu_stays_on_the_host_at_the_end():
 
     with torch.device("cuda"):
         model = build("classifier")
-        model.embedding = nn.Embedding(2**16, model.head.in_features)
+        model.embedding = nn.Embedding(2**16, WIDTH)
         lit = make_lit(model=model)
     technique = Offloading("parameters+embeddings", min_table_bytes=2**12)
     memsave = MemSaveCallback(**QUIET | {"offload": technique})

@@ -25,9 +25,10 @@ class _Constants:
 
 
 # By major compute capability.
-# - Contexts are estimates, none was measured: published values are 150 to 300 MiB for a T4, 430 to
-#   500 for an A100 and 520 to 600 for an H100. These are the upper ends, and 500 MiB where nothing
-#   is known. `benchmarks/gpu` measures them.
+# - Contexts: that of 9 was measured on an H200 with torch 2.11 and CUDA 13.0: 629 MiB, 64 more for
+#   the cuBLAS handle of each of two threads, and 10 for cuDNN (benchmarks/results/gpu_nvidia_h200).
+#   The others are estimates: published values are 150 to 300 MiB for a T4 and 430 to 500 for an
+#   A100, of which these are the upper ends, and 500 MiB where nothing is known.
 # - Workspaces: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 8.125 MiB,
 #   and 32 MiB for 9 (https://github.com/pytorch/pytorch/pull/91564), 10 and 12
 #   (https://github.com/pytorch/pytorch/pull/175344) and 11
@@ -39,14 +40,13 @@ class _Constants:
 #   H100 use 1.06 GB each beside torch's allocator before the first all-to-all, the context
 #   included (https://github.com/NVIDIA/nccl/issues/1685), about 0.4 GiB less the context.
 # - The margin is a choice, the same for all GPUs: 3 % is what others report that their predictions
-#   of peaks are off by (torchtitan#4636 0.3 %, ProTrain, arXiv:2406.08334, below 4 %; ours have not
-#   been compared with a GPU), and 256 MiB what nothing counts: cuBLASLt, scratch of reductions,
+#   of peaks are off by (torchtitan#4636 0.3 %, ProTrain, arXiv:2406.08334, below 4 %), and 256 MiB what nothing counts: cuBLASLt, scratch of reductions,
 #   other libraries. Large cuDNN workspaces and a desktop (0.3 to 1 GiB) need more.
 _SMALL_WORKSPACE, _LARGE_WORKSPACE = 8 * MIB + 128 * KIB, 32 * MIB
 _BY_MAJOR = {
     7: _Constants(300 * MIB, _SMALL_WORKSPACE),
     8: _Constants(500 * MIB, _SMALL_WORKSPACE),
-    9: _Constants(600 * MIB, _LARGE_WORKSPACE),
+    9: _Constants(768 * MIB, _LARGE_WORKSPACE),
     10: _Constants(600 * MIB, _LARGE_WORKSPACE),
     11: _Constants(600 * MIB, _LARGE_WORKSPACE),
     12: _Constants(600 * MIB, _LARGE_WORKSPACE),

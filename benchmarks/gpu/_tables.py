@@ -1,0 +1,96 @@
+"""Lay out what the steps have written."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks._common import markdown_table
+from benchmarks.gpu._steps import STEPS
+from benchmarks.virtual_gpu.accuracy import SETTINGS, cell
+from lightning_memsave.units import MIB
+
+Line = dict[str, Any]
+
+
+def write_tables(folder: Path) -> str:
+    """Write a file for each kind of table, and return all of them.
+
+    Args:
+        folder: Of the steps' files and of ``provenance.json``.
+
+    Returns:
+        Markdown.
+    """
+    runs = json.loads((folder / "provenance.json").read_text("utf-8"))
+    run = runs[-1]
+    versions = ", ".join(f"{package} {v}" for package, v in run["versions"].items() if v)
+    commits = " and ".join(dict.fromkeys(str(each["commit"]) for each in runs))
+    source = f"`python -m benchmarks.gpu` at {commits}, {run['date']}, {run['device']}\n"
+    source += (
+        f"({run['num_threads']} threads), CUDA {run['cuda']}, Python {run['python']}, {versions}."
+    )
+    makers: dict[str, Callable[[list[Line]], str]] = {
+        "fits": _fits,
+        "ladder": _ladder,
+        "accuracy": _accuracy,
+    }
+    lines = list(_read(folder))
+    tables = {name: make(lines) for name, make in makers.items()}
+    for name, table in tables.items():
+        if table:
+            (folder / f"{name}.md").write_text(f"{source}\n\n{table}\n", "utf-8")
+    return "\n\n".join(filter(None, tables.values()))
+
+
+def _read(folder: Path) -> Iterator[Line]:
+    for step in STEPS:
+        path = folder / step.file_name
+        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+            yield {"of": step.name} | json.loads(line)
+
+
+def _fits(lines: list[Line]) -> str:
+    rows = []
+    for line in lines:
+        if line.get("check") == "fit" and "error" not in line:
+            cells = [_figure(line, name) for name in ("step_ms", "host_ms")]
+            for part in ("allocated", "reserved", "driver"):
+                cells += [_figure(line, f"{part}_mib"), _percent(line, f"{part}_error")]
+            rows.append([line["case"], *cells, f"{line['losses'][-1]:.4f}"])
+    header = ["fit", "step (ms)", "host (ms)", "allocated (MiB)", "predicted", "reserved"]
+    header += ["predicted", "driver", "predicted", "last loss"]
+    return markdown_table(header, rows) if rows else ""
+
+
+def _ladder(lines: list[Line]) -> str:
+    rows = []
+    for line in lines:
+        if "median_step_s" in line:
+            time = f"{1e3 * line['median_step_s']:.1f}"
+            memory = [line.get(f"peak_{part}_bytes") for part in ("allocated", "reserved")]
+            cells = [f"{num_bytes / MIB:,.0f}" if num_bytes else "-" for num_bytes in memory]
+            rows.append([line["of"], time, *cells, f"{line['losses'][-1]:.4f}"])
+    header = ["row, trainer", "step (ms)", "allocated (MiB)", "reserved (MiB)", "last loss"]
+    return markdown_table(header, rows) if rows else ""
+
+
+def _accuracy(lines: list[Line]) -> str:
+    found: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        if line.get("check") == "accuracy":
+            architecture, _, setting = line["case"].partition(":")
+            found.setdefault(architecture, {})[setting] = line
+    rows = [
+        [name, *(cell(by_setting.get(setting)) for setting in SETTINGS)]
+        for name, by_setting in found.items()
+    ]
+    return markdown_table(["architecture", *SETTINGS], rows) if rows else ""
+
+
+def _figure(line: Line, name: str) -> str:
+    return f"{line[name]:,.1f}" if line.get(name) is not None else "-"
+
+
+def _percent(line: Line, name: str) -> str:
+    return f"{100 * line[name]:+.1f} %" if name in line else "-"
