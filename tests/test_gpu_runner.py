@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks._common import RESULTS
 from benchmarks.gpu import _device_checks, _fit, _technique_checks
-from benchmarks.gpu.__main__ import describe, main, read_lines, run_step
+from benchmarks.gpu.__main__ import Line, describe, main, read_lines, run_step
 from benchmarks.gpu._steps import STEPS, Step
+from benchmarks.gpu._tables import write_tables
 
 KNOWN: dict[str, Any] = {
     "benchmarks.gpu._device_checks": _device_checks.CHECKS,
@@ -70,7 +72,38 @@ def test_a_step_writes_a_file(tmp_path, capsys):
     assert fit[0]["case"] == name
     assert fit[-1]["returncode"] == 0
     assert "| roberta plain |" in (tmp_path / "fits.md").read_text()
-    assert json.loads((tmp_path / "provenance.json").read_text())["versions"]["torch"]
+    (run,) = json.loads((tmp_path / "provenance.json").read_text())
+    assert run["versions"]["torch"]
+
+
+@pytest.mark.slow
+def test_the_next_steps_wait_for_their_turn(tmp_path, capsys):
+    """They import while another one measures, and are gone when the time is over."""
+    chosen = ["wide_products", "stochastic_rounding", "saved_by_attention"]
+    arguments = ["--dry", "--ahead", "2", "--results", str(tmp_path), "--only", *chosen]
+    assert main(arguments) == 0, capsys.readouterr().out
+    for step in STEPS:
+        if step.name in chosen:
+            *cases, end = read_lines(tmp_path / step.file_name)
+            assert cases
+            assert end["returncode"] == 0
+    steps = [Step(name, ("benchmarks.gpu._device_checks", name), 60) for name in chosen]
+    with Line(steps, tmp_path, 2, is_dry=True) as line:
+        line.run(steps[0], 60)  # nobody is ahead of the first
+        line.run(steps[1], 60)
+        (waiting,) = line._waiting.values()
+        assert waiting.poll() is None
+    assert waiting.returncode == -9
+
+
+def test_tables_are_those_of_the_results(tmp_path):
+    folder = RESULTS / "gpu_nvidia_h200"
+    for path in folder.iterdir():
+        if path.suffix != ".md":
+            (tmp_path / path.name).write_text(path.read_text())
+    write_tables(tmp_path)
+    for name in ("fits.md", "ladder.md", "accuracy.md"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text()
 
 
 @pytest.mark.slow
@@ -82,7 +115,7 @@ def test_steps_write_a_file_each(tmp_path, capsys):
     steps = [step for step in STEPS if step.name in chosen]
     costs, fit, tests = (read_lines(tmp_path / step.file_name) for step in steps)
     assert [line["case"] for line in costs[:-1]][:2] == ["zeros", "matmul"]
-    assert any("tests/measure/test_peak.py" in line for line in tests[0]["output"])
+    assert "tests/measure/test_peak.py" in (tmp_path / "gpu_tests.log").read_text()
     assert all(lines[-1]["returncode"] == 0 for lines in (costs, fit, tests))
 
 
@@ -108,7 +141,7 @@ def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path, monkeypatch,
     monkeypatch.setattr("benchmarks.gpu.__main__.STEPS", (failing, failing))
     assert main(["--dry", "--results", str(tmp_path)]) == 1
     assert "Not done: failing, failing" in capsys.readouterr().out
-    (end,) = read_lines(tmp_path / "01_failing.jsonl")
+    (end,) = read_lines(tmp_path / "failing.jsonl")
     assert "No module named no_such_module" in end["error"][-1]
 
 

