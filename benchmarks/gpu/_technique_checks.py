@@ -341,7 +341,8 @@ def fused_updates(device: str) -> Iterator[Found]:
             LowPrecisionWeights().round_updates(optimizer)
             (weight,) = module.parameters()
             weight.grad = torch.randn_like(weight)
-            optimizer.step()
+            for _ in range(3):  # the second step may compile for other numbers, and try kernels
+                optimizer.step()
             found["peak_mib"] = peak_mib(optimizer.step, device)
             return found | time_of(optimizer.step, device)
 
