@@ -137,12 +137,13 @@ def test_a_step_that_is_stopped_keeps_its_lines(tmp_path, monkeypatch):
 
 
 def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
-    failing = Step("failing", ("no_such_module",), 60)
-    monkeypatch.setattr("benchmarks.gpu.__main__.STEPS", (failing, failing))
+    steps = tuple(Step(name, ("no_such_module",), 60) for name in ("failing", "as well"))
+    monkeypatch.setattr("benchmarks.gpu.__main__.STEPS", steps)
     assert main(["--dry", "--results", str(tmp_path)]) == 1
-    assert "Not done: failing, failing" in capsys.readouterr().out
-    (end,) = read_lines(tmp_path / "failing.jsonl")
-    assert "No module named no_such_module" in end["error"][-1]
+    assert "Not done: failing, as well" in capsys.readouterr().out
+    for step in steps:
+        (end,) = read_lines(tmp_path / step.file_name)
+        assert "No module named no_such_module" in end["error"][-1]
 
 
 def test_steps_without_their_packages_are_left_out(tmp_path, monkeypatch, capsys):
