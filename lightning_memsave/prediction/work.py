@@ -1,7 +1,6 @@
 """What a training step asks of a device besides memory: kernels, FLOP, and bytes that move."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,9 @@ _TENSORS_PER_LAUNCH = 30
 # their bytes do in torch's fused AdamW: 36 ns per parameter beside 1.3 (torch 2.13, bitsandbytes
 # 0.50, one thread of an Intel Xeon).
 _SLOWNESS_OF_8BIT = 50
+# An 8-bit update is called from Python for each parameter: 31 ms for the 102 of RoBERTa, where all
+# other operators take 43 microseconds each (H200, 16 virtual cores; benchmarks/results).
+_LAUNCHES_OF_8BIT = 8
 
 
 class Kernel(NamedTuple):
@@ -47,7 +49,8 @@ class Kernel(NamedTuple):
         dtype: Type of its second tensor, a factor if it is a product, such as ``"bfloat16"``.
         flop: Floating-point operations of products.
         num_bytes: Bytes that it reads and writes.
-        num_launches: More than one for a list of many tensors.
+        num_launches: As many operators take as long to launch; for a list of tensors a fraction, so
+            that launches of parts add up.
         module: Name of the module that runs it, or of whose forward pass it is the backward pass;
             empty in the optimizer.
     """
@@ -57,7 +60,7 @@ class Kernel(NamedTuple):
     dtype: str
     flop: int
     num_bytes: int
-    num_launches: int = 1
+    num_launches: float = 1
     module: str = ""
 
 
@@ -141,7 +144,9 @@ class WorkCounter:
             elif kind == "host":
                 num_bytes *= traits.slowness_on_host
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
-        num_launches = math.ceil(len(args[0]) / _TENSORS_PER_LAUNCH) if traits.is_list else 1
+        num_launches: float = traits.num_launches
+        if traits.is_list:
+            num_launches = len(args[0]) / _TENSORS_PER_LAUNCH
         phase = _phase(in_step)
         module = "" if in_step else module_of(phase)
         kernel = Kernel(phase, kind, dtype, flop, num_bytes, num_launches, module)
@@ -206,6 +211,7 @@ class _Traits(NamedTuple):
     is_list: bool = False
     written: tuple[int, ...] = (0,)
     slowness_on_host: int = 1
+    num_launches: int = 1
 
 
 @functools.cache
@@ -225,9 +231,11 @@ def _traits_of(func: Any) -> _Traits:
     overwrites = is_out or name in ("copy_", "fill_", "zero_")
     arguments = enumerate(func._schema.arguments)
     written = tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    slowness = _SLOWNESS_OF_8BIT if "8bit" in name else 1
+    slowness, launches = (_SLOWNESS_OF_8BIT, _LAUNCHES_OF_8BIT) if "8bit" in name else (1, 1)
     is_list = name.startswith("_foreach_")
-    return _Traits(True, kind, count, overwrites, name == "copy_", is_list, written, slowness)
+    return _Traits(
+        True, kind, count, overwrites, name == "copy_", is_list, written, slowness, launches
+    )
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:
