@@ -11,6 +11,7 @@ from torch import nn
 from lightning_memsave.core.blocks import Block, ancestors
 from lightning_memsave.planning.step_time import PASSES, Lane, Rates, lane_of
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.work import launches_of
 
 KEEP = "keep"
 """Of a block that is not recomputed."""
@@ -294,7 +295,11 @@ class _Step:
             block = self._blocks.of(kernel.module)
             if block is None and kernel.phase == "optimizer":
                 is_short = seconds <= count * kernel.num_launches * rates.launch_s
-                seconds *= by_tensors if is_short else by_elements
+                if is_short and kernel.num_tensors > 1:  # one call, of more tensors
+                    more = launches_of(by_tensors * kernel.num_tensors)
+                    seconds *= more / kernel.num_launches
+                else:
+                    seconds *= by_tensors if is_short else by_elements
             of = self.outside_s if block is None else self.costs[block].seconds
             of[lane_of(kernel)] += seconds
 

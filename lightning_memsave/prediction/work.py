@@ -49,10 +49,11 @@ class Kernel(NamedTuple):
         dtype: Type of its second tensor, a factor if it is a product, such as ``"bfloat16"``.
         flop: Floating-point operations of products.
         num_bytes: Bytes that it reads and writes.
-        num_launches: As many operators take as long to launch; for a list of tensors a fraction, so
-            that launches of parts add up.
+        num_launches: As many operators take as long to launch; for a long list of tensors not
+            rounded up, so that launches of parts add up.
         module: Name of the module that runs it, or of whose forward pass it is the backward pass;
             empty in the optimizer.
+        num_tensors: Of a list.
     """
 
     phase: Phase
@@ -62,6 +63,12 @@ class Kernel(NamedTuple):
     num_bytes: int
     num_launches: float = 1
     module: str = ""
+    num_tensors: int = 1
+
+
+def launches_of(num_tensors: float) -> float:
+    """Count the launches of a kernel that serves a list of so many tensors, not rounded up."""
+    return max(1.0, num_tensors / _TENSORS_PER_LAUNCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +151,12 @@ class WorkCounter:
             elif kind == "host":
                 num_bytes *= traits.slowness_on_host
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
-        num_launches: float = traits.num_launches
+        num_launches, num_tensors = traits.num_launches, len(args[0]) if traits.is_list else 1
         if traits.is_list:
-            num_launches = len(args[0]) / _TENSORS_PER_LAUNCH
+            num_launches = launches_of(num_tensors)
         phase = _phase(in_step)
         module = "" if in_step else module_of(phase)
-        kernel = Kernel(phase, kind, dtype, flop, num_bytes, num_launches, module)
+        kernel = Kernel(phase, kind, dtype, flop, num_bytes, num_launches, module, num_tensors)
         self._counts[kernel] += repeats_in_context()
 
     # Torch's formulas take longer than all else here, and blocks repeat.
@@ -211,7 +218,7 @@ class _Traits(NamedTuple):
     is_list: bool = False
     written: tuple[int, ...] = (0,)
     slowness_on_host: int = 1
-    num_launches: int = 1
+    num_launches: float = 1
 
 
 @functools.cache
