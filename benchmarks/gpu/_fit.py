@@ -32,7 +32,6 @@ class Fit:
         trainer: More arguments of the Trainer.
         is_fused: AdamW with ``fused=True``, as Hugging Face's Trainer has it.
         limit_mib: What the allocator may have.
-        takes_cudnn: Whether attention may be cuDNN's.
     """
 
     model: str
@@ -40,7 +39,6 @@ class Fit:
     trainer: dict[str, Any] = field(default_factory=dict)
     is_fused: bool = False
     limit_mib: int | None = None
-    takes_cudnn: bool = True
 
 
 def _gpt2(width: int, num_layers: int, num_heads: int) -> Other:
@@ -83,8 +81,6 @@ FITS = {
     "gpt2_xl bitwise": Fit("gpt2_xl", {"stack": "bitwise", **MIXED_PRECISION}),
     "gpt2_xl classic": Fit("gpt2_xl", {"stack": "classic"}),
     "gpt2_xl_6 offload": Fit("gpt2_xl_6", {"stack": "offload"}),
-    "gpt2_xl_6 offload, flash": Fit("gpt2_xl_6", {"stack": "offload"}, takes_cudnn=False),
-    "roberta single_gpu, flash": Fit("roberta", {"stack": "single_gpu"}, takes_cudnn=False),
     "roberta fp32": Fit("roberta", {**NOTHING, "early_release": None}),
     "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
     "roberta selective": Fit("roberta", {**PLAIN, "activation_checkpointing": "selective"}),
@@ -171,8 +167,6 @@ def run(name: str, device: str) -> Found:
     chosen = FITS[name]
     is_cuda = device == "cuda"
     num_steps, num_warmup = (20, 4) if is_cuda else (2, 2)
-    if not chosen.takes_cudnn:
-        torch.backends.cuda.enable_cudnn_sdp(False)
     accumulated = chosen.trainer.get("accumulate_grad_batches", 1)
     model, batches = make_problem(chosen.model, device)
     module = _Module(model)

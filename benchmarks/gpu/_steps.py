@@ -28,9 +28,9 @@ class Step:
     Args:
         name: For ``--only``, and of its result file.
         command: After ``python -m``.
-        limit_s: When it is stopped; about three times what an H100 should need.
+        limit_s: When it is stopped; about three times what an H200 needs.
         needs: Packages without which it is left out.
-        expected: What `shared/facts` of this project expects, so that a miss is a finding.
+        expected: What was measured before, or is expected, so that a miss is a finding.
         is_parallel: Whether it is many processes, which begin at once.
     """
 
@@ -87,7 +87,6 @@ STEPS = (
     _device("attention_kernels", 60, "H200: all need the same"),
     _fit("gpt2_xl plain", limit_s=150),
     _fit("gpt2_xl_6 offload", needs=BITSANDBYTES),
-    _fit("gpt2_xl_6 offload, flash", needs=BITSANDBYTES),
     *(_ladder("hugging_face", row) for row in ("mixed precision", "all")),
     *(
         _ladder("lightning", row)
@@ -131,7 +130,6 @@ STEPS = (
     _fit("gpt2_medium offload", needs=BITSANDBYTES),
     _fit("gpt2_xl bitwise", limit_s=150),
     _fit("gpt2_xl classic", limit_s=150, needs=BITSANDBYTES),
-    _fit("roberta single_gpu, flash", needs=BITSANDBYTES),
     _fit("roberta fp32"),
     _fit("roberta checkpointing"),
     _fit("roberta selective"),

@@ -23,6 +23,7 @@ RATES = Rates(
         (Kernel("backward", "attention", "float32", 1000, 20), 20.0),
         (Kernel("backward", "product", "float32", 100, 50), 5.0),
         (Kernel("optimizer", "elementwise", "float32", 0, 1, 3), 3.0),
+        (Kernel("recomputation", "elementwise", "float32", 0, 1), 3.0),
         (Kernel("optimizer", "to_host", "float32", 0, 8), 4.0),
         (Kernel("optimizer", "from_host", "float32", 0, 1), 1.0),
         (Kernel("optimizer", "host", "float32", 0, 8), 2.0),
