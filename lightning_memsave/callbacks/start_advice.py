@@ -40,14 +40,15 @@ def add_start_advice(
     _add_advice_on_device(exception, rows)
 
 
-# By hooks between two steps, in the first batch or later.
+# By code outside of hooks between steps, in the first batch or later.
 def _add_advice_on_device(exception: BaseException, rows: Sequence[Row]) -> None:
     moved = [row.value for row in rows if row.name == "offload" and row.status == "on"]
     if moved and moved != ["'activations'"] and "on the same device" in str(exception):
         exception.add_note(
             f"With `offload={moved[0]}` weights wait on the host between steps, and while none of "
-            "their modules computes. Code that reads them then, such as `on_train_batch_end`, "
-            'brings them to the device with `.to(...)`; or set `offload="activations"` or `None`.'
+            "their modules computes. Code that reads them then, such as your own `optimizer_step` "
+            "or a loss with weights in it, brings them to the device with `.to(...)` under "
+            '`torch.no_grad()`; or set `offload="activations"` or `None`.'
         )
 
 

@@ -241,8 +241,58 @@ def test_a_table_that_was_made_on_the_gpu_stays_on_the_host_at_the_end():
     assert torch.cuda.max_memory_allocated() == in_fit[0]
 
 
+class _Teachers(Callback):
+    """Follow weights in hooks between steps, each in another way, and one writes into them."""
+
+    def __init__(self) -> None:
+        self.teachers: list[list[Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        weights = [*pl_module.parameters()]
+        if not self.teachers:
+            self.teachers = [[p.detach().clone() for p in weights] for _ in range(4)]
+        first, second, third, fourth = self.teachers
+        with torch.no_grad():
+            torch._foreach_lerp_(first, weights, 0.1)
+            for index, weight in enumerate(weights):
+                second[index].mul_(0.9).add_(weight * 0.1)
+                torch.sub(weight, third[index], out=third[index])
+                fourth[index] = torch.stack([weight, fourth[index]]).mean(0)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in pl_module.parameters()]).norm()
+        for param in pl_module.parameters():
+            param.grad.div_(norm.to(pl_module.device) + 1)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self.teachers:
+            weights = [*pl_module.parameters()]
+            mixed = [*weights, self.teachers[0][0]]
+            with torch.no_grad():
+                torch._foreach_mul_(mixed, 0.999)
+                weights[0].view(-1).lerp_(self.teachers[1][0].view(-1), 0.01)
+
+
 @pytest.mark.real_gpu_too
-def test_code_between_steps_that_meets_weights_on_the_host_is_told():
-    found = run("MomentumTeacher", SETTINGS["offload optimizer"][0], "plain", drops=True)
-    assert "on the same device" in found["error"]
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_hooks_between_steps_meet_weights_on_the_host_as_if_on_the_device(what):
+    found = []
+    for settings in ({}, {"offload": what}):
+        teachers, lit = _Teachers(), make_lit(model=build("dropout"))
+        callbacks = [MemSaveCallback(**QUIET | settings), teachers]
+        fit(lit, *callbacks, accelerator="gpu", limit_val_batches=0)
+        assert all(each.is_cuda for kind in teachers.teachers for each in kind)
+        found.append(
+            [*lit.cpu().parameters(), *(t.cpu() for kind in teachers.teachers for t in kind)]
+        )
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.real_gpu_too
+def test_weights_of_a_loss_that_wait_on_the_host_are_refused():
+    """Autograd computes their gradients on another thread, beside those of the device."""
+    found = run("Penalty", SETTINGS["offload parameters"][0], "plain", drops=True)
+    assert found["steps"] == 0
     assert found["has_advice"]
+    optimizer = run("Penalty", SETTINGS["offload optimizer"][0], "plain", drops=True)
+    assert optimizer["error"] is None

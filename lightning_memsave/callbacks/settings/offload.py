@@ -18,6 +18,7 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Exactness, Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
     host_bytes_per_parameter,
@@ -28,7 +29,7 @@ from lightning_memsave.techniques.offloading.technique import (
     compiled_problem,
     trains_offloaded,
 )
-from lightning_memsave.trainer.hooks import owners_of
+from lightning_memsave.trainer.hooks import has_foreign, owners_of
 from lightning_memsave.trainer.trainer import averages_weights, is_compiled_whole
 
 # They run between a step and the next forward pass, where they may read or change weights.
@@ -150,6 +151,13 @@ class OffloadSetting(ModuleSetting):
             watchers.append(f"{type(pl_module).__name__}.training_step")
         if self._handle.residence is not None:
             self._handle.residence.is_watched = bool(watchers)
+            if trainer.strategy.root_device.type == "cuda":
+                self._undo += [
+                    compute_on_device(one, hook)
+                    for hook in HOOKS
+                    for one in (pl_module, *trainer.callbacks)
+                    if has_foreign(one, hook)
+                ]
         for table in self._handle.tables:
             table.is_watched = bool(watchers)
         details = [*self._handle.changes, *self._handle.skipped]

@@ -242,8 +242,20 @@ class Residence:
     @torch.no_grad()
     def _receive(self, param: nn.Parameter) -> None:
         part = self._part_of[id(param)]
+        if self.device.type == "cuda" and (param.grad is None or not param.grad.is_cuda):
+            raise IncompatibleError("offloading", [self._used_on_host(param)])
         if not any(taker.take(param, part) for taker in self.takers):
             part.receive_gradient(param, self.copies)
+
+    # Autograd computes such a gradient on another thread, beside those of the device: either may
+    # take the place of the other.
+    def _used_on_host(self, param: nn.Parameter) -> Problem:
+        return Problem(
+            f"{self.names_of([param])} in the graph",
+            "it is used outside of its module's forward pass, where it waits on the host",
+            'Use `offload="optimizer"` and compute with it after the model was called, or set '
+            '`offload="activations"` or `None`.',
+        )
 
     # At the end of backward: on the thread that called it, or on CUDA that of the device.
     def _queue_end(self) -> None:

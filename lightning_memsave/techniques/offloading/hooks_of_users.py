@@ -1,0 +1,118 @@
+"""Hooks of a Trainer's user between two steps, which compute with weights that wait on the host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_memsave.core.memory import category_in_context, is_host
+from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.techniques.offloading.module_hooks import residence_of
+
+
+class OnDevice(TorchDispatchMode):
+    """Computes on the device with what waits on the host, as if it were there.
+
+    An operator gets copies on the device, and what it writes into them goes back. Views stay views
+    of host memory.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator on the device."""
+        kwargs = kwargs or {}
+        copies = func is torch.ops.aten.copy_.default or kwargs.get("device") is not None
+        is_view = getattr(func, "is_view", True)  # operators of higher order have none
+        # Techniques name the memory that they fill themselves.
+        if copies or is_view or category_in_context():
+            return func(*args, **kwargs)
+        moved: dict[Tensor, Tensor] = {}
+
+        def bring(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda or not is_host(tensor.untyped_storage()):
+                return tensor
+            return moved.setdefault(tensor, tensor.to(self.device))
+
+        result = func(*tree_map_only(Tensor, bring, args), **tree_map_only(Tensor, bring, kwargs))
+        if moved and func._schema.is_mutable:
+            named = [*zip((a.name for a in func._schema.arguments), args, strict=False)]
+            written = {a.name for a in func._schema.arguments if a.is_write}
+            values = [value for name, value in [*named, *kwargs.items()] if name in written]
+            for tensor in tree_leaves(values):
+                if tensor in moved:
+                    tensor.copy_(moved[tensor])
+            own = {id(copy): tensor for tensor, copy in moved.items()}
+            return tree_map_only(Tensor, lambda tensor: own.get(id(tensor), tensor), result)
+        return result
+
+
+def compute_on_device(owner: Any, hook: str) -> Callable[[], None]:
+    """Let a hook meet weights as if they were on the device.
+
+    Args:
+        owner: A LightningModule or a callback that has the hook.
+        hook: One of `HOOKS`.
+
+    Returns:
+        A function that undoes it.
+    """
+    return patch_method(owner, _REPLACEMENTS[hook])
+
+
+def _call(owner: Any, hook: str, args: Any) -> Any:
+    module = owner if isinstance(owner, nn.Module) else args[1]
+    residence, method = residence_of(module), previous_method(owner, hook)
+    if residence is None:
+        return method(*args)
+    with OnDevice(residence.device):
+        return method(*args)
+
+
+# `patch_method` needs functions of their names.
+def on_train_batch_start(owner: Any, *args: Any) -> Any:
+    """Replace the hook of the same name."""
+    return _call(owner, "on_train_batch_start", args)
+
+
+def on_train_batch_end(owner: Any, *args: Any) -> Any:
+    """Replace the hook of the same name."""
+    return _call(owner, "on_train_batch_end", args)
+
+
+def on_before_zero_grad(owner: Any, *args: Any) -> Any:
+    """Replace the hook of the same name."""
+    return _call(owner, "on_before_zero_grad", args)
+
+
+def on_before_optimizer_step(owner: Any, *args: Any) -> Any:
+    """Replace the hook of the same name."""
+    return _call(owner, "on_before_optimizer_step", args)
+
+
+def on_after_backward(owner: Any, *args: Any) -> Any:
+    """Replace the hook of the same name."""
+    return _call(owner, "on_after_backward", args)
+
+
+def on_train_epoch_end(owner: Any, *args: Any) -> Any:
+    """Replace the hook of the same name."""
+    return _call(owner, "on_train_epoch_end", args)
+
+
+_FUNCTIONS = (
+    *(on_train_batch_start, on_train_batch_end, on_before_zero_grad),
+    *(on_before_optimizer_step, on_after_backward, on_train_epoch_end),
+)
+_REPLACEMENTS = {function.__name__: function for function in _FUNCTIONS}
+HOOKS = tuple(_REPLACEMENTS)
