@@ -19,13 +19,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason why something cannot be done.
-
-    Args:
-        what: The object or setting and its value, as the user wrote it.
-        why: The reason, as a clause.
-        fix: What to type instead, as a full sentence.
-    """
+    """One reason why something cannot be done."""
 
     what: str
     why: str

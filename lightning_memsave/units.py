@@ -15,12 +15,6 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*", re.IGNORECASE)
 def format_bytes(num_bytes: int) -> str:
     """Format a number of bytes with two digits in the largest binary unit.
 
-    Args:
-        num_bytes: Bytes; may be negative, for a difference.
-
-    Returns:
-        For example ``"1.50 GiB"``; below 1 KiB whole bytes.
-
     Example:
         >>> format_bytes(1_610_612_736), format_bytes(-2048), format_bytes(12)
         ('1.50 GiB', '-2.00 KiB', '12 B')
@@ -33,15 +27,6 @@ def format_bytes(num_bytes: int) -> str:
 
 def parse_bytes(text: str) -> int:
     """Parse a size with a unit.
-
-    Args:
-        text: A number and one of B, KiB, MiB, GiB (powers of 1024) or KB, MB, GB (powers of 1000).
-
-    Returns:
-        Bytes, rounded to the nearest whole one.
-
-    Raises:
-        ConfigurationError: If there is no number or no known unit.
 
     Example:
         >>> parse_bytes("12GiB"), parse_bytes("1.5 kb")

@@ -1,13 +1,18 @@
 """The structure that DESIGN describes, read from the source; each rule is seen to break."""
 
 import ast
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lightning_memsave
+from lightning_memsave.core.blocks import Block
+from lightning_memsave.core.technique import Handle
 from lightning_memsave.techniques.registry import entries, techniques
 from tests.cases import CASES
 
@@ -152,6 +157,43 @@ def without_purpose(sources: Sources) -> set[str]:
     return {m for m, text in sources.items() if not ast.get_docstring(ast.parse(text))}
 
 
+def public_names() -> set[tuple[str, str]]:
+    """Module and name of what users import, of its base classes, and of what it returns."""
+    found: list[Any] = [getattr(lightning_memsave, name) for name in lightning_memsave.__all__]
+    found += [inspect.signature(one).return_annotation for one in found if inspect.isfunction(one)]
+    found += [Block, Handle]
+    found += [base for one in found if inspect.isclass(one) for base in inspect.getmro(one)]
+    return {(one.__module__, one.__qualname__) for one in found if hasattr(one, "__qualname__")}
+
+
+def documented(sources: Sources, *, is_public: bool) -> dict[str, str]:
+    """Docstrings of functions and classes by name, of those that users call or of all others."""
+    public, found = public_names(), {}
+
+    def visit(module: str, node: ast.AST, path: tuple[str, ...], is_own: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.ClassDef):
+                visit(module, child, path, is_own)
+                continue
+            names = (*path, child.name)
+            known = (f"{PACKAGE.name}.{module}", ".".join(names)) in public
+            own = known or (is_own and not child.name.startswith("_"))
+            if own is is_public:
+                found[f"{module}.{'.'.join(names)}"] = ast.get_docstring(child) or ""
+            visit(module, child, names, own)
+
+    for module, text in sources.items():
+        visit(module, ast.parse(text), (), False)
+    return found
+
+
+def with_sections(sources: Sources) -> set[str]:
+    """Name what explains arguments, results and errors to nobody who imports it."""
+    sections = re.compile(r"^(Args|Returns|Raises|Yields):$", re.MULTILINE)
+    found = documented(sources, is_public=False)
+    return {name for name, text in found.items() if sections.search(text)}
+
+
 def private_with_one_importer(sources: Sources) -> set[str]:
     graph = graph_of(sources)
     return {
@@ -209,6 +251,25 @@ def test_files_are_short_enough_to_read():
 def test_files_say_what_they_are_for():
     assert without_purpose(SOURCES) == set()
     assert without_purpose({"core.a": "x = 1"}) == {"core.a"}
+
+
+def test_only_what_users_call_explains_arguments():
+    assert with_sections(SOURCES) == set()
+    text = 'def f(a):\n    """Do it.\n\n    Args:\n        a: One.\n    """'
+    assert with_sections({"core.a": text}) == {"core.a.f"}
+    assert with_sections({"core.blocks": text.replace("def f(", "def find_blocks(")}) == set()
+
+
+def test_what_users_call_explains_what_it_returns():
+    found = documented(SOURCES, is_public=True)
+    for name in ("analysis.plan.plan_memory", "core.technique.Technique.apply"):
+        assert "Returns:" in found[name], "the walk finds what users call"
+    for name in lightning_memsave.__all__:
+        one = getattr(lightning_memsave, name)
+        if inspect.isfunction(one):
+            text = inspect.getdoc(one) or ""
+            assert all(f"    {each}:" in text for each in inspect.signature(one).parameters), name
+            assert "Returns:" in text, name
 
 
 def test_private_modules_serve_more_than_one():

@@ -53,25 +53,7 @@ def make_what_if(
     base: Mapping[str, Any] = OFF,
     **options: Any,
 ) -> WhatIf:
-    """Read the arguments of `explain_memory`; predicts nothing yet.
-
-    Args:
-        model: As for `explain_memory`.
-        batch: As for `explain_memory`.
-        optimizer: As for `predict_memory`.
-        settings: As for `predict_memory`; by default those of the target.
-        device: As for `predict_memory`.
-        gpu: As for `predict_memory`.
-        sequence_axis: As for `explain_memory`.
-        base: As for `read_settings`.
-        **options: More arguments of `predict_memory`.
-
-    Returns:
-        Predicts variants of the step.
-
-    Raises:
-        ConfigurationError: If an argument is wrong.
-    """
+    """Read the arguments of `explain_memory`; predicts nothing yet."""
     if isinstance(model, str | os.PathLike):
         model = load_target(model)
     source: Any = model

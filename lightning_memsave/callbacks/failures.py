@@ -10,26 +10,13 @@ from lightning_memsave.trainer.trainer import package_of
 
 
 def say(trainer: Any, message: str) -> None:
-    """Log a warning on the rank where it happened: a Python warning could be made an error.
-
-    Args:
-        trainer: The Trainer, whose package's logger is used.
-        message: One line.
-    """
+    """Log a warning on the rank where it happened: a Python warning could be made an error."""
     logging.getLogger(f"{package_of(trainer).__name__}.memsave").warning(message)
 
 
 @contextlib.contextmanager
 def attempted(trainer: Any, otherwise: str) -> Iterator[None]:
-    """Log what fails inside, and raise nothing.
-
-    Args:
-        trainer: The Trainer.
-        otherwise: What is missing then.
-
-    Yields:
-        Once.
-    """
+    """Log what fails inside, and raise nothing."""
     try:
         yield
     except Exception as failure:

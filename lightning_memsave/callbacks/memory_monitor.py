@@ -305,13 +305,6 @@ def _log(trainer: Any, run: _Run, metrics: dict[str, float]) -> None:
 def batch_size_of(batch: object) -> int:
     """Count the samples of a batch.
 
-    Args:
-        batch: Tensors in any nesting, as a DataLoader gives them.
-
-    Returns:
-        The first size of the first tensor; 1 if that is a scalar. Without a tensor the length of
-        the first list or tuple that does not hold others; without one of those, 1.
-
     Example:
         >>> from torch import zeros
         >>> batch_size_of({"x": zeros(4, 2), "y": zeros(4)}), batch_size_of(["a", "b"])

@@ -48,11 +48,7 @@ class PeakReadings:
 
 
 class Probe(ABC):
-    """Measures one optimizer step after the other.
-
-    Args:
-        device: Where the module is.
-    """
+    """Measures one optimizer step after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,14 +60,7 @@ class Probe(ABC):
         self._largest_batch_bytes: int | None = None
 
     def is_larger(self, batch: object) -> bool:
-        """Say whether a batch has more bytes than any before, and remember it.
-
-        Args:
-            batch: Tensors in any nesting, or an object that holds them.
-
-        Returns:
-            True also for the first one.
-        """
+        """Say whether a batch has more bytes than any before, and remember it."""
         num_bytes = sum(tensor.nbytes for tensor in tensors_in_batch(batch))
         largest = self._largest_batch_bytes
         if largest is not None and num_bytes <= largest:
@@ -99,23 +88,13 @@ class Probe(ABC):
 
     @abstractmethod
     def begin_step(self, is_logged: bool) -> None:
-        """Forget the peak of the step before.
-
-        Args:
-            is_logged: Whether ``metrics`` will be asked for at the end of this step.
-        """
+        """Forget the peak of the step before."""
 
     @abstractmethod
     def begin_batch(
         self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
     ) -> None:
-        """Prepare for one of the batches of the step.
-
-        Args:
-            module: What is trained.
-            optimizers: What it is trained with, without wrappers.
-            batch: Its tensors are input.
-        """
+        """Prepare for one of the batches of the step."""
 
     @abstractmethod
     def end_batch(self) -> None:
@@ -127,11 +106,7 @@ class Probe(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Read what is logged of the step that just ended.
-
-        Returns:
-            Values under their documented keys; what is not known is left out.
-        """
+        """Read what is logged of the step that just ended."""
 
     def pause(self) -> None:  # noqa: B027 - only an allocator goes on measuring by itself
         """Leave out what comes now, until `resume`."""
@@ -336,14 +311,7 @@ class LiveTensorsProbe(Probe):
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether ``torch.compile`` was applied to a module or to one inside it.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        False also for compiled functions that a module merely calls: they cannot be seen.
-    """
+    """Say whether ``torch.compile`` was applied to a module or to one inside it."""
     return is_compiled_whole(module) or any(
         # By name: importing torch._dynamo to compare classes takes seconds.
         type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None

@@ -31,29 +31,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MemorySummary(JupyterMixin):
-    """Memory and speed of one fit; the figures of memory are maxima over its steps and ranks.
-
-    Args:
-        device: Name of the device.
-        peak_bytes: Peak of allocated memory on CUDA, of live tensors elsewhere; ``None`` if nothing
-            could be counted.
-        by_category: The peak by category, of rank zero; empty on CUDA.
-        peak_reserved_bytes: Peak of what torch's CUDA allocator reserved; ``None`` elsewhere.
-        nvml_peak_bytes: Largest value that the driver told for this process, or, where it does not
-            tell that, for the whole GPU with all its processes; seen in the first two steps, at
-            logged ones and at the end of training. ``None`` if unknown.
-        is_nvml_of_gpu: That it is for the whole GPU.
-        host_bytes: The most that offloading kept in the memory of the host.
-        num_steps: Optimizer steps.
-        num_samples: Samples in all training batches of all ranks.
-        seconds: From the start of training to the end of the last batch, without validation and
-            without the time that a prediction took.
-        num_counted_steps: Steps in which memory was measured; ``None`` for all of them.
-        had_larger_batches: Whether a batch came that has more bytes than the first.
-        notes: What was not measured and why, one line each.
-        prediction: What `MemSaveCallback` predicted before the first step.
-        no_prediction: Why there is none, if there was to be one.
-    """
+    """Memory and speed of one fit; the figures of memory are maxima over its steps and ranks."""
 
     device: str
     peak_bytes: int | None
@@ -99,11 +77,7 @@ class MemorySummary(JupyterMixin):
         return has_state and self.num_steps < 2
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what was measured as plain values, for JSON.
-
-        Returns:
-            The fields under their names, with the two rates and without the prediction.
-        """
+        """Give what was measured as plain values, for JSON."""
         predicted = ("prediction", "no_prediction")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in predicted}
         return values | {
@@ -114,11 +88,7 @@ class MemorySummary(JupyterMixin):
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """Write what is known as pairs of name and value.
-
-        Returns:
-            For example ``("peak memory", "1.50 GiB, predicted 1.49 GiB (-0.7 %)")``.
-        """
+        """Write what is known as pairs of name and value."""
         reserved_bytes = None if self.prediction is None else self.prediction.reserved_bytes
         nvml = "peak seen by NVML" + (" on the whole GPU" if self.is_nvml_of_gpu else "")
         sizes = {
@@ -194,25 +164,13 @@ class MemorySummary(JupyterMixin):
 
 
 def shortened(lines: Sequence[str]) -> list[str]:
-    """Give the first three of some lines, and how many more there are.
-
-    Args:
-        lines: Any number of them.
-
-    Returns:
-        At most four lines.
-    """
+    """Give the first three of some lines, and how many more there are."""
     more = len(lines) - MAX_LINES
     return [*lines[:MAX_LINES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def print_summary(summary: MemorySummary, console: Console | None = None) -> None:
-    """Show a summary.
-
-    Args:
-        summary: What to show.
-        console: Where to; without one, standard output: a table on a terminal, plain lines if not.
-    """
+    """Show a summary."""
     console = console or Console(file=sys.stdout)
     if console.is_terminal:
         console.print(summary)

@@ -26,18 +26,7 @@ PAGE_NAME = "memsave_oom.html"
 def predict_remedies(
     trainer: Any, pl_module: Any, batch: Any, limit_s: float
 ) -> tuple[MemoryPrediction, list[Remedy]] | None:
-    """Predict the step that ran out of memory, and the settings that lower its peak.
-
-    Args:
-        trainer: The Trainer.
-        pl_module: Its LightningModule.
-        batch: The batch that ran out of memory.
-        limit_s: Start no prediction after this time.
-
-    Returns:
-        The prediction of the step, and the remedies, the cheapest first; ``None`` if the step
-        cannot be predicted.
-    """
+    """Predict the step that ran out of memory, and the settings that lower its peak."""
     if obstacle(trainer, pl_module):
         return None
     start_s = processor_time_s()
@@ -68,13 +57,7 @@ def predict_remedies(
 def add_predictions(
     report: OutOfMemoryReport, base: MemoryPrediction, remedies: list[Remedy]
 ) -> None:
-    """Add predictions to a report: as text, as data and as an HTML page.
-
-    Args:
-        report: What is known when memory ran out.
-        base: The prediction of the step.
-        remedies: What `predict_remedies` found.
-    """
+    """Add predictions to a report: as text, as data and as an HTML page."""
     lines = [
         f"{UNCHANGED}: predicted peak {format_bytes(base.peak_bytes)}, "
         f"{format_bytes(base.device_bytes)} on the device",

@@ -43,14 +43,7 @@ SNAPSHOT_NAME = "memsave_oom_snapshot.pickle"
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """A tensor of the batch at hand.
-
-    Args:
-        name: Where it stands in the batch, such as ``batch['input_ids']``.
-        shape: Its sizes.
-        dtype: Such as ``"int64"``.
-        device: Such as ``"cuda:0"``.
-    """
+    """A tensor of the batch at hand."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,13 +53,7 @@ class BatchTensor:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One more part of a report.
-
-    Args:
-        title: Its heading, and its key in JSON.
-        lines: Its text.
-        data: The same for programs; must be plain values.
-    """
+    """One more part of a report."""
 
     title: str
     lines: tuple[str, ...]
@@ -75,23 +62,7 @@ class Section:
 
 @dataclass
 class OutOfMemoryReport:
-    """What is known when memory ran out. Holds no tensors, so that it may be kept.
-
-    Args:
-        diagnosis: What the message says and what to do.
-        error: Class and message of the exception.
-        where: Stage, epoch, step and rank.
-        alive: Bytes of the tensors that were found alive on the device, by category.
-        largest: The largest of them, largest first; those that differ in nothing count together.
-        num_alive: How many there are.
-        kept: Bytes that attributes keep from step to step, by attribute, largest first.
-        batch: The batch at hand; empty between batches.
-        allocator: What torch's allocator says; ``None`` without CUDA.
-        nvml: What the driver says; ``None`` without CUDA.
-        host: Host memory of this process.
-        trace: The traceback as text.
-        notes: What is special about this report, one sentence each.
-    """
+    """What is known when memory ran out. Holds no tensors, so that it may be kept."""
 
     diagnosis: Diagnosis
     error: str
@@ -110,30 +81,15 @@ class OutOfMemoryReport:
     files: dict[str, str | bytes] = field(default_factory=dict, init=False)
 
     def add_section(self, title: str, lines: Sequence[str], data: Any = None) -> None:
-        """Add a part to text and JSON.
-
-        Args:
-            title: Its heading, and its key under ``sections`` in JSON.
-            lines: Its text.
-            data: The same for programs, as plain values; without it, the lines.
-        """
+        """Add a part to text and JSON."""
         self.sections.append(Section(title, tuple(lines), data))
 
     def add_file(self, name: str, content: str | bytes) -> None:
-        """Write one more file beside the report.
-
-        Args:
-            name: Such as ``"memsave_oom.html"``; with several ranks, the rank is put into it.
-            content: What to write.
-        """
+        """Write one more file beside the report."""
         self.files[name] = content
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            The fields under their names, ``alive`` as ``total_bytes`` and ``by_category``.
-        """
+        """Give everything as plain values, for JSON."""
         readings = {"allocator": self.allocator, "nvml": self.nvml, "host": self.host}
         return {
             "diagnosis": self.diagnosis.to_dict(),
@@ -203,16 +159,7 @@ class OutOfMemoryReport:
 
 
 def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> dict[str, str]:
-    """Write a report and the files that were added to it, each of them if it can be written.
-
-    Args:
-        report: What to write.
-        directory: Where to, also a remote one such as ``s3://...``; made if it does not exist.
-        rank: The rank to put into the names, ``None`` if there is only one.
-
-    Returns:
-        Path of each file, and why it was not written; empty if it was. The text comes first.
-    """
+    """Write a report and the files that were added to it, each of them if it can be written."""
     contents = {
         TEXT_NAME: str(report),
         JSON_NAME: json.dumps(report.to_dict(), indent=2, default=str) + "\n",
@@ -230,14 +177,7 @@ def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> 
 
 
 def trace_of(error: BaseException) -> str:
-    """Write down a traceback with its causes.
-
-    Args:
-        error: What was raised.
-
-    Returns:
-        Text, which holds on to nothing.
-    """
+    """Write down a traceback with its causes."""
     return "".join(traceback.format_exception(error))
 
 
@@ -272,15 +212,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 def out_of_memory_in(error: BaseException, outside: BaseException | None) -> BaseException | None:
-    """Find out whether memory that ran out is what ended a run.
-
-    Args:
-        error: What was raised.
-        outside: What was being handled when the run began.
-
-    Returns:
-        It, or what it was raised from; ``None`` if it was something else.
-    """
+    """Find out whether memory that ran out is what ended a run."""
     ours = (e for e in errors_behind(error, outside) if isinstance(e, MemoryExhaustedError))
     return next(ours, None) or find_out_of_memory(error, outside)
 
@@ -292,18 +224,7 @@ def make_report(
     batch: Sequence[Tensor],
     num_largest: int,
 ) -> OutOfMemoryReport:
-    """Gather what is known; what cannot be read is a note in the report.
-
-    Args:
-        trainer: The Trainer, in whatever state.
-        pl_module: Its LightningModule, or ``None``.
-        error: What says that memory ran out.
-        batch: Tensors of the batch at hand.
-        num_largest: How many of the largest tensors to keep.
-
-    Returns:
-        The report, without the batch.
-    """
+    """Gather what is known; what cannot be read is a note in the report."""
     notes: list[str] = []
 
     def attempt(what: str, read: Callable[[], T], default: T) -> T:
@@ -353,15 +274,7 @@ def add_advice(
     error: BaseException,
     diagnosis: Diagnosis | None = None,
 ) -> None:
-    """Let an exception say what to do, below its traceback, unless it does already.
-
-    Args:
-        trainer: The Trainer, in whatever state.
-        pl_module: Its LightningModule, or ``None``.
-        exception: What ends the run.
-        error: What says that memory ran out, in it or behind it.
-        diagnosis: Of the error, if there is one.
-    """
+    """Let an exception say what to do, below its traceback, unless it does already."""
     if any(_TO_DO in note for note in getattr(exception, "__notes__", ())):
         return  # of another callback of this package
     if diagnosis is None:
@@ -374,13 +287,6 @@ def add_advice(
 
 def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
     """List the tensors of a batch.
-
-    Args:
-        batch: Tensors in any nesting.
-        name: What to call it.
-
-    Yields:
-        Name, shape, type and device of each tensor; no reference to it.
 
     Example:
         >>> import torch

@@ -32,12 +32,7 @@ _WIDTH = 100
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Show what was switched on, what was not, and why.
-
-    Args:
-        rows: One line each.
-        console: Where to; without one, standard output: a table on a terminal, plain lines if not.
-    """
+    """Show what was switched on, what was not, and why."""
     console = console or Console(file=sys.stdout)
     if not console.is_terminal:
         for line in plain_lines(rows):
@@ -57,14 +52,7 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
 
 
 def plain_lines(rows: Iterable[Row]) -> list[str]:
-    """Write the rows for a log file.
-
-    Args:
-        rows: One line each.
-
-    Returns:
-        Lines without colours or frames.
-    """
+    """Write the rows for a log file."""
     lines = ["MemSaveCallback:"]
     for row in rows:
         exactness = f" ({row.exactness})" if row.exactness else ""
@@ -74,23 +62,12 @@ def plain_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Read the versions of what a run depends on.
-
-    Returns:
-        Version by package name, for installed packages, and ``python``.
-    """
+    """Read the versions of what a run depends on."""
     return {"python": platform.python_version(), **installed_versions(_PACKAGES)}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Read the versions of packages.
-
-    Args:
-        packages: Their names.
-
-    Returns:
-        Version by name, for those that are installed.
-    """
+    """Read the versions of packages."""
     found = {}
     for package in packages:
         try:
@@ -122,18 +99,7 @@ def write_report(
     error: BaseException | None = None,
     plan: dict[str, Any] | None = None,
 ) -> None:
-    """Write ``memsave_report.json``, or warn that it cannot be written.
-
-    Args:
-        directory: Where to, also a remote one such as ``s3://...``; made if it does not exist.
-        settings: Arguments of the callback as they were written.
-        rows: The table at the start of fit.
-        measured: What the monitor measured, with ``peak_bytes``; ``None`` without a monitor.
-        predicted: What was predicted, with ``peak_bytes``; ``None`` if nothing was to be.
-        device: Where the model was.
-        error: What ended the fit, if something did.
-        plan: What was planned for a budget; ``None`` without one.
-    """
+    """Write ``memsave_report.json``, or warn that it cannot be written."""
     try:
         is_cuda = device.type == "cuda"
         report = {

@@ -39,23 +39,7 @@ def plan_fit(
     arguments: Mapping[str, Any],
     saved: RunPlan | None,
 ) -> RunPlan:
-    """Plan a fit, on rank zero, for all ranks.
-
-    Args:
-        trainer: The Trainer, after all ``setup`` hooks and before its strategy is set up.
-        pl_module: Its LightningModule.
-        make_callback: Makes a `MemSaveCallback`.
-        arguments: Its arguments, as the user wrote them.
-        saved: The plan of the checkpoint that the fit resumes from. It stays in force unless the
-            budget is smaller now, or results may move less.
-
-    Returns:
-        The plan.
-
-    Raises:
-        IncompatibleError: If the fit cannot be planned.
-        InfeasiblePlanError: If no settings fit.
-    """
+    """Plan a fit, on rank zero, for all ranks."""
     why = obstacle(trainer, pl_module)
     batch = None if why else first_batch(trainer)
     outcome: RunPlan | Exception | None = None

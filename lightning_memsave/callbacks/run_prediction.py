@@ -36,11 +36,7 @@ _LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack", "budget")
 
 
 class RunPrediction(Predicted):
-    """Predicts once per fit, on rank zero, when the first batch is there.
-
-    Args:
-        limit_s: Give up after this time; ``None`` to leave it out.
-    """
+    """Predicts once per fit, on rank zero, when the first batch is there."""
 
     def __init__(self, limit_s: float | None) -> None:
         super().__init__()
@@ -65,18 +61,7 @@ class RunPrediction(Predicted):
         make_callback: Callable[..., Any],
         arguments: Mapping[str, Any],
     ) -> None:
-        """Predict, if this is the first batch.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-            batch: The batch.
-            make_callback: Makes a `MemSaveCallback`.
-            arguments: Its arguments, as `effective_settings` gives them.
-
-        Raises:
-            KeyboardInterrupt: If the run is interrupted meanwhile.
-        """
+        """Predict, if this is the first batch."""
         if not self.is_due:
             return
         self.is_due = False
@@ -113,14 +98,7 @@ class RunPrediction(Predicted):
             log_info(trainer, f"Predicted peak memory: {size}{guessed}.")
 
     def to_dict(self, error: float | None) -> dict[str, Any] | None:
-        """Give what the report says of it.
-
-        Args:
-            error: The predicted peak over the measured one less 1; ``None`` if it is not known.
-
-        Returns:
-            `MemoryPrediction.to_dict` and ``error``; or why there is no prediction.
-        """
+        """Give what the report says of it."""
         if self.prediction is None:
             return {"note": self.note} if self.note else None
         return self.prediction.to_dict() | {"error": error, "seconds": self.seconds}
@@ -129,16 +107,7 @@ class RunPrediction(Predicted):
 def effective_settings(
     arguments: Mapping[str, Any], rows: Sequence[Row], micro_batch_size: int | None
 ) -> dict[str, Any]:
-    """Give the arguments of a callback that would do what this run does.
-
-    Args:
-        arguments: Arguments of `MemSaveCallback`.
-        rows: What became of them.
-        micro_batch_size: The size to which batches had to shrink, if they had to.
-
-    Returns:
-        The arguments; what yielded in this run is off.
-    """
+    """Give the arguments of a callback that would do what this run does."""
     on = {row.name for row in rows if row.status == "on"}
     result = {**arguments, **dict.fromkeys(_LEFT_OUT)}
     result.pop("from_stack", None)
@@ -154,15 +123,7 @@ def effective_settings(
 
 
 def obstacle(trainer: Any, pl_module: Any) -> str:
-    """Return why a fit cannot be predicted.
-
-    Args:
-        trainer: The Trainer.
-        pl_module: Its LightningModule.
-
-    Returns:
-        The reason; empty if it can.
-    """
+    """Return why a fit cannot be predicted."""
     if is_compiled(pl_module):
         return "the graphs of `torch.compile` allocate in their own way"
     if is_strategy(trainer, *SHARDED):
@@ -223,18 +184,7 @@ def step_of(
     make_callback: Callable[..., Any],
     settings: Mapping[str, Any],
 ) -> TrainingStep:
-    """Describe the steps of a fit as a `TrainingStep`.
-
-    Args:
-        trainer: The Trainer, in a training batch.
-        pl_module: Its LightningModule.
-        batch: The batch.
-        make_callback: Makes a `MemSaveCallback`.
-        settings: Its arguments by name, as `effective_settings` gives them.
-
-    Returns:
-        The step.
-    """
+    """Describe the steps of a fit as a `TrainingStep`."""
     device = trainer.strategy.root_device
     return TrainingStep(
         pl_module,

@@ -26,14 +26,7 @@ _LIGHTNING = ("/lightning/pytorch/", "/pytorch_lightning/")
 def add_start_advice(
     exception: BaseException, checkpoint: object, rows: Sequence[Row], *, has_trained: bool
 ) -> None:
-    """Let an exception name what may be its reason, below its traceback.
-
-    Args:
-        exception: What ended a run, but for lack of memory.
-        checkpoint: Its ``ckpt_path``.
-        rows: The table of settings, empty before it is shown.
-        has_trained: Whether its first batch was done.
-    """
+    """Let an exception name what may be its reason, below its traceback."""
     if not has_trained:
         _add_advice_on_checkpoint(exception, checkpoint)
         _add_advice_on_settings(exception, rows)
@@ -91,14 +84,7 @@ def _add_advice_on_checkpoint(exception: BaseException, checkpoint: object) -> N
 
 
 def describe_open_window(trainer: Any) -> str:
-    """Say what a checkpoint lacks that is saved between two batches of an optimizer step.
-
-    Args:
-        trainer: A Trainer that accumulates gradients.
-
-    Returns:
-        What is lost, and what to do.
-    """
+    """Say what a checkpoint lacks that is saved between two batches of an optimizer step."""
     window = trainer.accumulate_grad_batches
     return (
         f"A checkpoint is saved in the middle of an accumulation window of {window} batches. "
@@ -110,15 +96,7 @@ def describe_open_window(trainer: Any) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Say whether a file ends as ``torch.save`` ends it: with the directory of a zip archive.
-
-    Args:
-        path: A file. Of one that does not begin as an archive, as before torch 1.6, nothing is
-            known but that it is not empty.
-
-    Returns:
-        False if something is missing.
-    """
+    """Say whether a file ends as ``torch.save`` ends it: with the directory of a zip archive."""
     with path.open("rb") as file:
         begin = file.read(len(_ARCHIVE))
     return zipfile.is_zipfile(path) if _ARCHIVE.startswith(begin) else True

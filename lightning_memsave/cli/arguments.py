@@ -216,15 +216,7 @@ _ONE_DEVICE = (None, "auto", "ddp", "single_device")
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line: the model, its training step, and the GPUs to check.
-
-    Args:
-        target: The model.
-        batch: The batch; ``None`` without ``--batch``.
-        step: The training step.
-        gpus: The GPUs of ``--gpu``.
-        notes: Parts of the target that are ignored, one line each.
-    """
+    """A parsed command line: the model, its training step, and the GPUs to check."""
 
     target: "Target"
     batch: "BatchSpec | None"
@@ -235,14 +227,7 @@ class Request:
     def predict(
         self, settings: Mapping[str, Any] | None = None
     ) -> tuple["MemoryPrediction", tuple["GpuFit", ...]]:
-        """Predict the step for each GPU.
-
-        Args:
-            settings: Additional settings.
-
-        Returns:
-            The prediction for the first GPU, or without a GPU; and how it fits each GPU.
-        """
+        """Predict the step for each GPU."""
         from lightning_memsave.prediction.predict import predict
 
         step = _with_settings(self.step, settings or {})

@@ -42,13 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_environment() -> dict[str, Any]:
-    """Collect versions, GPUs and techniques.
-
-    Returns:
-        ``python``, ``platform``, ``packages`` (version or ``None`` by name), ``cuda`` (torch's, or
-        ``None``), ``driver``, ``nvml`` (why it is not available, or empty), ``gpus`` and
-        ``techniques``.
-    """
+    """Collect versions, GPUs and techniques."""
     import torch
 
     driver, reason = _driver()

@@ -59,18 +59,7 @@ _TAKE_SIZES = ("--batch", "--gpu", "--budget", "--time-limit")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        args: The arguments after ``memsave``; ``None`` uses ``sys.argv``.
-
-    Returns:
-        The exit status: 0 if done. ``predict``, ``explain``, ``compare`` and ``plan`` return 1 if a
-        step does not fit a ``--gpu``, with any settings for ``plan``, 2 for unusable arguments, 3
-        if the training step fails or does not end; ``doctor`` returns 1 if it finds a problem, 2
-        for unusable arguments; ``convert`` and ``env`` return 1 if they fail. Wrong arguments exit
-        with 2, Ctrl-C with 130.
-    """
+    """Run the command line."""
     arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
     try:
         return COMMANDS[arguments.command].run(arguments) or 0

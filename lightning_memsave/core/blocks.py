@@ -97,17 +97,7 @@ def owners_of(
 def as_selectors(
     selectors: BlockSelector | Sequence[BlockSelector],
 ) -> tuple[BlockSelector, ...]:
-    """Convert one or several selectors to a tuple.
-
-    Args:
-        selectors: One selector or a sequence of them.
-
-    Returns:
-        The selectors.
-
-    Raises:
-        ConfigurationError: If one of them is not a `BlockSelector`.
-    """
+    """Convert one or several selectors to a tuple."""
     several = (
         tuple(selectors)
         if isinstance(selectors, Sequence) and not isinstance(selectors, str)
@@ -148,15 +138,7 @@ def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:
 
 
 def repeated_classes(model: nn.Module, limit: int = 8) -> str:
-    """List repeated classes of a model that could be blocks, for messages.
-
-    Args:
-        model: Any module.
-        limit: Maximum number of classes.
-
-    Returns:
-        For example ```Block` (24), `MLP` (24)``, most frequent first; empty if nothing repeats.
-    """
+    """List repeated classes of a model that could be blocks, for messages."""
     counts = Counter(
         type(module).__name__
         for name, module in model.named_modules()
@@ -204,14 +186,7 @@ def is_given_cache(args: Any, kwargs: Any) -> bool:
 
 
 def ancestors(name: str) -> list[str]:
-    """Return the names of all modules around a module, without the root.
-
-    Args:
-        name: A module name such as ``"encoder.layer.0"``.
-
-    Returns:
-        For example ``["encoder", "encoder.layer"]``.
-    """
+    """Return the names of all modules around a module, without the root."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 

@@ -18,17 +18,6 @@ def is_installed(path: str) -> bool:
 def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iterator[BinaryIO]:
     """Write a file beside its place, and put it there when it is complete.
 
-    Args:
-        path: The file; a link stays a link. A device or pipe, such as ``/dev/stdout``, is written
-            directly.
-        mode_of: The file whose permissions it gets; the older file at its place if not given.
-
-    Yields:
-        What to write to. After an exception the older file is as it was.
-
-    Raises:
-        OSError: If it cannot be written.
-
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -61,16 +50,7 @@ def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iter
 
 
 def write_file(directory: str, name: str, content: str | bytes) -> None:
-    """Write a file into a folder, which is made if it does not exist.
-
-    Args:
-        directory: The folder, also a remote one such as ``s3://...``.
-        name: Name of the file.
-        content: What to write.
-
-    Raises:
-        Exception: If it cannot be written; remote file systems have classes of their own.
-    """
+    """Write a file into a folder, which is made if it does not exist."""
     # Here, as commands that write no report start faster without it.
     from fsspec.core import url_to_fs  # type: ignore[import-untyped] # noqa: PLC0415
     from fsspec.implementations.local import (  # type: ignore[import-untyped] # noqa: PLC0415

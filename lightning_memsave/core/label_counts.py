@@ -10,13 +10,7 @@ _COUNTS = "_memsave_label_counts"
 
 
 def note_count(labels: Tensor, ignored: int, count: int) -> None:
-    """Remember how many entries are not ignored, until the labels are changed or freed.
-
-    Args:
-        labels: A tensor, or a view of one.
-        ignored: The value of ignored entries.
-        count: The number of others.
-    """
+    """Remember how many entries are not ignored, until the labels are changed or freed."""
     if _is_countable(labels):
         storage = labels.untyped_storage()
         counts = getattr(storage, _COUNTS, {})
@@ -25,15 +19,7 @@ def note_count(labels: Tensor, ignored: int, count: int) -> None:
 
 
 def known_count(labels: Tensor, ignored: int) -> int | None:
-    """Return how many entries are not ignored, if it was noted for a view of the same entries.
-
-    Args:
-        labels: A tensor, or a view of one.
-        ignored: The value of ignored entries.
-
-    Returns:
-        The number; ``None`` if it is unknown.
-    """
+    """Return how many entries are not ignored, if it was noted for a view of the same entries."""
     if not _is_countable(labels):
         return None
     counts = getattr(labels.untyped_storage(), _COUNTS, {})

@@ -187,9 +187,6 @@ def host_copies() -> contextlib.AbstractContextManager[None]:
     """Mark tensors that this thread makes inside as host memory, also if the device is the CPU.
 
     Memory counted on a CPU represents that of a GPU, so host copies must not count.
-
-    Returns:
-        A context.
     """
     return counted_as(HOST)
 

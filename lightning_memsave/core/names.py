@@ -26,12 +26,6 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 def block_template(name: str) -> str:
     """Replace block numbers in a module name by ``*``.
 
-    Args:
-        name: As in ``named_modules()``.
-
-    Returns:
-        The name that equal modules of all blocks share.
-
     Example:
         >>> block_template("h.3.mlp"), block_template("conv1")
         ('h.*.mlp', 'conv1')
@@ -41,15 +35,6 @@ def block_template(name: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
     """Suggest similar known names.
-
-    Args:
-        name: The name that the user wrote.
-        known: Valid names.
-        prefix: Prefix of the names in the question.
-        cutoff: Required similarity, from 0 to 1.
-
-    Returns:
-        A question with a trailing space; empty if no name is similar.
 
     Example:
         >>> did_you_mean("berd", ["bert", "gpt2"])

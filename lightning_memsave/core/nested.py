@@ -17,13 +17,6 @@ from lightning_memsave.errors import IncompatibleError, Problem
 def items_of(value: Any) -> list[tuple[Any, Any]]:
     """List the items of a container.
 
-    Args:
-        value: Any object.
-
-    Returns:
-        Pairs of name and item for mappings, lists, tuples, named tuples and dataclasses; empty for
-        other objects.
-
     Example:
         >>> items_of({"x": 1}), items_of([2]), items_of("text")
         ([('x', 1)], [(0, 2)], [])
@@ -39,13 +32,6 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     """Rebuild a container with other items.
-
-    Args:
-        value: A container as in ``items_of``; it is not changed.
-        items: An item for each name of ``items_of``.
-
-    Returns:
-        A container of the same type.
 
     Example:
         >>> with_items((1, 2), {0: 3, 1: 4})
@@ -69,12 +55,6 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
     """List the attributes of an object, such as a batch of the user's own class.
 
-    Args:
-        value: Any object.
-
-    Returns:
-        Pairs of name and attribute; empty for containers, modules, functions and classes.
-
     Example:
         >>> from types import SimpleNamespace
         >>> attributes_of(SimpleNamespace(x=1)), attributes_of([1])
@@ -86,17 +66,7 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any], *, in_objects: bool = False) -> Any:
-    """Apply a function to all tensors in any nesting.
-
-    Args:
-        value: Any object; it is not changed.
-        function: Function of a tensor.
-        in_objects: Whether to include attributes of objects that are not containers, one level
-            deep.
-
-    Returns:
-        The same nesting with the results of the function.
-    """
+    """Apply a function to all tensors in any nesting."""
     if isinstance(value, Tensor):
         return function(value)
     items = {
@@ -133,19 +103,6 @@ Path: TypeAlias = tuple[Any, ...]
 def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
     """Count the samples of a batch.
 
-    Args:
-        batch: Tensors of shape (samples, ...) and lists of strings, numbers or unequal mappings
-            (what is in an image), one per sample, in any nesting of lists, tuples, named tuples,
-            mappings and dataclasses; also what splits itself by its samples (`TensorDict`, PyG's
-            `Batch`). Scalars and strings are shared by all samples.
-        whole: Paths of further leaves that are shared by all samples.
-
-    Returns:
-        The number of samples of all leaves.
-
-    Raises:
-        IncompatibleError: If they differ or if there are no leaves.
-
     Example:
         >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0})
         4
@@ -170,18 +127,6 @@ def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
 def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -> list[Any]:
     """Split a batch into batches of at most a number of samples.
 
-    Args:
-        batch: As for `count_samples`.
-        size: Samples per micro-batch. The last one may have fewer, but if possible not a single
-            one, which batch normalisation refuses in training.
-        whole: Paths of leaves that are shared by all samples.
-
-    Returns:
-        Batches of the same type that share memory with the batch; itself if it is small enough.
-
-    Raises:
-        IncompatibleError: If leaves have different numbers of samples.
-
     Example:
         >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(5, 2)}, 2)]
         [2, 2, 1]
@@ -201,14 +146,6 @@ def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -
 def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = frozenset()) -> Any:
     """Copy some samples of a batch.
 
-    Args:
-        batch: As for `count_samples`.
-        indices: Indices of the samples.
-        whole: Paths of leaves that are shared by all samples.
-
-    Returns:
-        A batch of these samples; it only shares leaves that are not split.
-
     Example:
         >>> pick_samples({"x": torch.tensor([5, 6, 7]), "names": ["a", "b", "c"]}, [2, 0])
         {'x': tensor([7, 5]), 'names': ['c', 'a']}
@@ -225,15 +162,7 @@ def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = fr
 
 
 def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
-    """List candidates for leaves that are shared by all samples.
-
-    Args:
-        batch: As for `count_samples`.
-
-    Returns:
-        Sets of paths, the most likely one first: tensors whose first dimension is 1 unlike that of
-        others; and in addition floating-point vectors, which may be class weights.
-    """
+    """List candidates for leaves that are shared by all samples."""
     leaves = [(path, value) for path, value in leaves_of(batch) if isinstance(value, Tensor)]
     sizes = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
     single = {path for path, leaf in leaves if leaf.ndim and leaf.shape[0] == 1 and len(sizes) > 1}
@@ -244,15 +173,7 @@ def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
 
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Iterate over the tensors and lists of samples in a batch.
-
-    Args:
-        value: A batch, or an item of it.
-        path: Path of the value.
-
-    Yields:
-        Path and leaf.
-    """
+    """Iterate over the tensors and lists of samples in a batch."""
     if isinstance(value, Tensor) or _is_list_of_samples(value):
         yield path, value
     else:
@@ -270,12 +191,6 @@ def leaf_at(batch: Any, path: Path) -> Any:
 def path_text(path: Path) -> str:
     """Format a path.
 
-    Args:
-        path: Position in a batch.
-
-    Returns:
-        The name of a top-level item, otherwise an expression.
-
     Example:
         >>> path_text(("labels",)), path_text((1,)), path_text(())
         ('`labels`', '`batch[1]`', 'the batch')
@@ -289,19 +204,6 @@ def merge_outputs(
     outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], path: str = "output"
 ) -> Any:
     """Merge the outputs of a function for micro-batches to that of the whole batch.
-
-    Args:
-        outputs: Output of each micro-batch, all with the same nesting.
-        sizes: Number of samples of each micro-batch.
-        weights: Weight of each micro-batch; they sum to 1.
-        path: Path of the outputs, for the message.
-
-    Returns:
-        The output: leaves with one entry per sample are concatenated, scalars are averaged with
-        the weights, equal values are kept.
-
-    Raises:
-        ValueError: If a leaf is none of these; the message names it.
 
     Example:
         >>> first = {"loss": 1.0, "ids": torch.tensor([7])}

@@ -48,15 +48,6 @@ _FORWARD = frozenset(
 def is_out_of_memory(error: BaseException, outside: BaseException | None = None) -> bool:
     """Return whether an exception is an out-of-memory error, so that a retry with less may succeed.
 
-    Args:
-        error: The exception.
-        outside: As for `find_out_of_memory`.
-
-    Returns:
-        True for ``torch.OutOfMemoryError``, for equivalent errors of libraries, and for errors
-        raised from one of them or while it was handled. False for errors after which the device
-        cannot be used, such as an illegal memory access.
-
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
         True
@@ -71,17 +62,7 @@ def is_out_of_memory(error: BaseException, outside: BaseException | None = None)
 def find_out_of_memory(
     error: BaseException, outside: BaseException | None = None
 ) -> BaseException | None:
-    """Find the out-of-memory error in the causes of an exception.
-
-    Args:
-        error: The exception.
-        outside: The exception that was being handled before (``sys.exception()``). It is the
-            context of everything raised in an ``except`` clause, as by a fit that is restarted
-            there, but not its cause.
-
-    Returns:
-        The error or one of its causes; ``None`` for other errors, and if the device is lost.
-    """
+    """Find the out-of-memory error in the causes of an exception."""
     errors = list(errors_behind(error, outside))
     # Not for KeyboardInterrupt and the like.
     if not isinstance(error, Exception) or any(_CONTEXT_LOST.search(str(e)) for e in errors):
@@ -92,15 +73,7 @@ def find_out_of_memory(
 def errors_behind(
     error: BaseException, outside: BaseException | None = None
 ) -> Iterator[BaseException]:
-    """Iterate over an exception and its causes, as Python prints them.
-
-    Args:
-        error: The exception.
-        outside: As for `find_out_of_memory`.
-
-    Yields:
-        The exception, its cause or context, and so on.
-    """
+    """Iterate over an exception and its causes, as Python prints them."""
     seen = {id(outside)}
     current: BaseException | None = error
     while current is not None and id(current) not in seen:  # causes may form a cycle
@@ -116,15 +89,7 @@ def first_line(error: BaseException) -> str:
 
 
 def phase_in(text: str) -> str:
-    """Tell from the lines of a traceback which part of the step ran.
-
-    Args:
-        text: Text with a traceback of Python, IPython or Jupyter.
-
-    Returns:
-        ``"setup"`` (the module is moved to the device), ``"forward"``, ``"backward"`` or
-        ``"optimizer"``; empty if nothing tells.
-    """
+    """Tell from the lines of a traceback which part of the step ran."""
     phase = ""
     for path, function in _FRAME.findall(text):
         if re.search(r"[\\/](torch|bitsandbytes)[\\/]optim[\\/]", path):
@@ -149,14 +114,7 @@ def free_unused() -> None:
 
 
 def with_memory_freed(function: Callable[[], T]) -> T:
-    """Call a function, and up to twice again after an OOM, with unused memory freed.
-
-    Args:
-        function: A function that can be repeated after a failure.
-
-    Returns:
-        Its result.
-    """
+    """Call a function, and up to twice again after an OOM, with unused memory freed."""
     outside = sys.exception()
     for _ in range(2):
         try:

@@ -23,22 +23,7 @@ _INSIDE = "_memsave_inside_{}"  # what an outer replacement calls
 def patch_method(
     owner: object, function: Callable[..., Any], *, is_outer: bool = False
 ) -> Callable[[], None]:
-    """Replace the method of the same name by a function, on this object only.
-
-    Args:
-        owner: The object; its class and other instances are not touched.
-        function: A module-level function whose first parameter is the object.
-        is_outer: Stay around another replacement of the same method, in whichever order the two are
-            made and undone.
-
-    Returns:
-        A function that restores the former method; a second call does nothing. A method that was
-        later set over the function stays, and continues to call it.
-
-    Raises:
-        ValueError: If ``function`` is a closure, which would break copies of ``owner``, or if the
-            method is patched already.
-    """
+    """Replace the method of the same name by a function, on this object only."""
     name = function.__name__
     if getattr(function, "__closure__", None) is not None:
         raise ValueError(f"{function!r} is a closure: copies of the object would run the original")
@@ -72,11 +57,7 @@ def patch_method(
 
 
 def unpatch(owner: object) -> None:
-    """Undo all patches of an object, such as a copy of a patched one, and this package's hooks.
-
-    Args:
-        owner: Any object; methods that were later set over patches stay.
-    """
+    """Undo all patches of an object, such as a copy of a patched one, and this package's hooks."""
     attributes = vars(owner)
     # A copy of a module has the hooks of the original: added again, they would run twice.
     for hooks in (attributes.get(name, {}) for name in _HOOKS):
@@ -102,16 +83,7 @@ def _is_of_this_package(hook: Any) -> bool:
 
 
 def previous_method(owner: object, name: str, *, is_outer: bool = False) -> Callable[..., Any]:
-    """Return the method that ``patch_method`` replaced, bound to the object.
-
-    Args:
-        owner: The patched object, or a copy of it.
-        name: Name of the method.
-        is_outer: As for `patch_method`.
-
-    Returns:
-        The method that the replacement should call.
-    """
+    """Return the method that ``patch_method`` replaced, bound to the object."""
     key = (_INSIDE if is_outer else _PREVIOUS).format(name)
     replaced: Callable[..., Any] | None = vars(owner).get(key)
     if replaced is not None:

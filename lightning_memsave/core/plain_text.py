@@ -10,14 +10,7 @@ _WIDTH = 110
 
 
 def as_plain_text(*shown: RenderableType) -> str:
-    """Render rich objects as plain text.
-
-    Args:
-        shown: Tables, texts and groups of them.
-
-    Returns:
-        Lines of at most 110 characters, without trailing spaces.
-    """
+    """Render rich objects as plain text."""
     console = Console(
         file=io.StringIO(), width=_WIDTH, color_system=None, highlight=False, markup=False
     )
@@ -28,15 +21,7 @@ def as_plain_text(*shown: RenderableType) -> str:
 
 
 def figure_table(*columns: str, numbers: Collection[str] = ()) -> Table:
-    """Make an empty table without borders.
-
-    Args:
-        columns: Headings.
-        numbers: Headings of columns that are right-aligned and never wrapped.
-
-    Returns:
-        A table for a rich console.
-    """
+    """Make an empty table without borders."""
     table = Table(box=None, pad_edge=False)
     for name in columns:
         if name in numbers:

@@ -17,12 +17,7 @@ CONTAINERS = {
 
 
 class RandomState:
-    """States of the global random number generators.
-
-    Args:
-        devices: CUDA devices in use.
-        of_torch_only: Leave out those of Python and NumPy, which take 0.1 ms to read.
-    """
+    """States of the global random number generators."""
 
     def __init__(self, devices: set[torch.device], of_torch_only: bool = False) -> None:
         self._cpu = torch.get_rng_state()
@@ -60,15 +55,7 @@ class RandomState:
 
 
 def devices_of(module: nn.Module) -> set[torch.device]:
-    """Return the CUDA devices on which a module's steps may draw random numbers.
-
-    Args:
-        module: The module. With offloading its weights may all be in host memory, so the current
-            device counts too.
-
-    Returns:
-        The devices; empty as long as CUDA is not in use.
-    """
+    """Return the CUDA devices on which a module's steps may draw random numbers."""
     devices = {p.device for p in module.parameters() if p.is_cuda}
     if torch.cuda.is_initialized():
         devices.add(torch.device("cuda", torch.cuda.current_device()))
@@ -105,11 +92,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def values_in(tensor: Tensor) -> Tensor:
-    """Return the plain tensor that holds the values of a sparse or nested one, or itself.
-
-    Raises:
-        RuntimeError: If there is none, as in MKL-DNN's layout.
-    """
+    """Return the plain tensor that holds the values of a sparse or nested one, or itself."""
     if is_plain(tensor):
         return tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()

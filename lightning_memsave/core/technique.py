@@ -47,11 +47,7 @@ class Exactness(enum.Enum):
 
 
 def undo_all(functions: list[Callable[[], None]]) -> None:
-    """Call undo functions, last one first, all of them even if some raise.
-
-    Args:
-        functions: Each is called once: the list is empty afterwards.
-    """
+    """Call undo functions, last one first, all of them even if some raise."""
     with contextlib.ExitStack() as stack:
         while functions:
             stack.callback(functions.pop(0))
@@ -106,14 +102,7 @@ class Handle(Generic[TargetT]):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A value of an argument that may lower the peak, for `memsave explain` and the planner.
-
-    Args:
-        name: Such as ``"recompute all blocks"``.
-        value: Value of the argument.
-        cost: Rough cost in words, counted in passes, not measured.
-        slowdown: Rough cost as a share of a step, which determines the order of offers.
-    """
+    """A value of an argument that may lower the peak, for `memsave explain` and the planner."""
 
     name: str
     value: Any
@@ -227,15 +216,7 @@ Status = Literal["on", "off", "unchanged"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table at the start of fit.
-
-    Args:
-        name: Name of the setting.
-        value: The effective value, as in code.
-        status: ``"on"``, ``"off"``, or ``"unchanged"`` if the user's own choice is kept.
-        details: The changes, or why there are none, one line each.
-        exactness: Exactness in one word; empty if the values of training do not change.
-    """
+    """One line of the table at the start of fit."""
 
     name: str
     value: str

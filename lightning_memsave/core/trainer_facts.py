@@ -10,14 +10,7 @@ SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """Facts about a Trainer by which a technique finds conflicts.
-
-    Args:
-        strategies: Class name of the strategy, and those of its base classes.
-        world_size: Number of processes.
-        device: Device of this process; ``None`` while the strategy has not chosen one.
-        checkpoints_activations: The strategy was told to checkpoint activations.
-    """
+    """Facts about a Trainer by which a technique finds conflicts."""
 
     strategies: tuple[str, ...]
     world_size: int

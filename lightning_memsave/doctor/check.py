@@ -24,14 +24,7 @@ from lightning_memsave.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class LocatedProblem(Problem):
-    """A problem that a check found, and where.
-
-    Args:
-        check: Name of the check.
-        file: File of the code, relative to the current folder if it is inside; ``None`` if the
-            problem is not in a line of code.
-        line: Line in that file.
-    """
+    """A problem that a check found, and where."""
 
     check: str = ""
     file: str | None = None
@@ -49,19 +42,7 @@ class LocatedProblem(Problem):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: a model, its training and the environment.
-
-    Args:
-        module: The model, on fake tensors.
-        precision: Training precision, such as ``"bf16-mixed"``.
-        trainer_arguments: Arguments of the Trainer.
-        settings: Arguments of `MemSaveCallback` by name, with the values of its stack; those that
-            are off are ``None``.
-        optimizers: The optimizers of the model; none if they could not be made.
-        conflicts: Problems that `MemSaveCallback` finds at the start of a fit.
-        environment: The environment variables.
-        versions: Version by package, of those that are installed.
-    """
+    """What is checked: a model, its training and the environment."""
 
     module: nn.Module
     precision: str = "32-true"
@@ -100,13 +81,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
-
-    Args:
-        name: Its name, in output and documentation.
-        finds: What it finds, as a phrase.
-        find: Finds the problems; the check's name is added afterwards.
-    """
+    """One check."""
 
     name: str
     finds: str
@@ -114,17 +89,7 @@ class Check:
 
 
 def problem_in(method: Method, node: ast.AST, why: str, fix: str) -> LocatedProblem:
-    """Build the problem of a line of code.
-
-    Args:
-        method: The method.
-        node: The statement or expression, which is shown.
-        why: The reason, as a clause.
-        fix: What to type instead.
-
-    Returns:
-        The problem.
-    """
+    """Build the problem of a line of code."""
     line: int = node.lineno  # type: ignore[attr-defined]
     what = f"`{_shortened(ast.unparse(node))}` in `{method.function.__qualname__}`"
     return LocatedProblem(what, why, fix, file=_relative(method.file), line=line)

@@ -25,14 +25,7 @@ _CHECKPOINTS = (torch_checkpoint.checkpoint, torch_checkpoint.checkpoint_sequent
 
 @dataclass(frozen=True)
 class _Use:
-    """A call of ``torch.utils.checkpoint`` in the code of a module.
-
-    Args:
-        method: The method with the call.
-        call: The call.
-        is_on: Whether it runs in training; ``None`` if that is not known.
-        targets: The modules that it recomputes; none if they are not known.
-    """
+    """A call of ``torch.utils.checkpoint`` in the code of a module."""
 
     method: Method
     call: ast.Call

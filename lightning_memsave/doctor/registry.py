@@ -125,14 +125,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(subject: Subject) -> list[LocatedProblem]:
-    """Run all checks.
-
-    Args:
-        subject: What is checked.
-
-    Returns:
-        The problems, one per check and line of code.
-    """
+    """Run all checks."""
     found: dict[object, LocatedProblem] = {}
     for check in CHECKS:
         for problem in check.find(subject):

@@ -37,14 +37,7 @@ EVALUATION_HOOKS = (
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method that the user wrote.
-
-    Args:
-        name: Its name.
-        function: The function itself, whose globals resolve names.
-        tree: Its syntax tree; line numbers are those of the file.
-        file: The file.
-    """
+    """A method that the user wrote."""
 
     name: str
     function: types.FunctionType
@@ -74,14 +67,7 @@ class Method:
 
 
 def own_methods(module: nn.Module) -> dict[str, Method]:
-    """Find the methods of a module that no library defines, by name.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The methods that the module uses; those without readable source are left out.
-    """
+    """Find the methods of a module that no library defines, by name."""
     cls: Any = type(module)
     return _methods_of(cls)
 
@@ -132,27 +118,14 @@ def _functions_in(file: str, text: str) -> tuple[ast.FunctionDef, ...]:
 
 @dataclass(frozen=True)
 class Reached:
-    """A method that hooks call.
-
-    Args:
-        method: The method.
-        in_each: Whether it runs each time that the hook does, under no condition.
-    """
+    """A method that hooks call."""
 
     method: Method
     in_each: bool
 
 
 def reached_from(module: nn.Module, hooks: Sequence[str]) -> list[Reached]:
-    """Follow the calls of a module's hooks to its own methods.
-
-    Args:
-        module: A LightningModule.
-        hooks: Names of hooks.
-
-    Returns:
-        The hooks that the user wrote and all of the module's own methods that they call, each once.
-    """
+    """Follow the calls of a module's hooks to its own methods."""
     methods = own_methods(module)
     found: dict[str, bool] = {}
     waiting = [(name, True) for name in hooks if name in methods]
@@ -212,14 +185,7 @@ def keyword_of(call: ast.Call, name: str) -> Any:
 
 
 def always_run(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """Give the nodes of a function body that run in each call, under no condition.
-
-    Args:
-        body: Statements; bodies of loops and ``with`` count as run.
-
-    Yields:
-        Statements and expressions, up to the first conditional ``return``.
-    """
+    """Give the nodes of a function body that run in each call, under no condition."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

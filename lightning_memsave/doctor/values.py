@@ -77,13 +77,7 @@ def _weaker_than_graph(value: Value) -> Value:
 
 
 class StepValues:
-    """The kinds of the expressions in a module's hooks and the methods that they call.
-
-    Args:
-        module: A LightningModule.
-        hooks: Names of the hooks to walk through.
-        has_grad: Whether autograd records in them.
-    """
+    """The kinds of the expressions in a module's hooks and the methods that they call."""
 
     def __init__(self, module: nn.Module, hooks: Sequence[str], *, has_grad: bool) -> None:
         self.module = module
@@ -394,15 +388,7 @@ def moves_to_host(call: ast.Call) -> bool:
 
 
 def submodule_of(modules: Mapping[str, nn.Module], node: ast.expr) -> nn.Module | None:
-    """Return the module that an expression such as ``self.net.head`` names, if it is one.
-
-    Args:
-        modules: All modules by name, those of ``self``.
-        node: Any expression.
-
-    Returns:
-        The module, or ``None``.
-    """
+    """Return the module that an expression such as ``self.net.head`` names, if it is one."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)

@@ -32,15 +32,7 @@ class ParameterGroup:
 
 
 def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list[ParameterGroup]:
-    """Divide the parameters into embedding tables, families of equal blocks, and what is left.
-
-    Args:
-        table: What the model holds.
-        tables: From `embedding_tables`.
-
-    Returns:
-        The parts, the largest first; every parameter is in one of them, small tables apart.
-    """
+    """Divide the parameters into embedding tables, families of equal blocks, and what is left."""
     parts = [_embedding_group(table, tables)] if tables else []
     taken = {entry.name for entry in tables}
     for names in _blocks(table):
@@ -58,14 +50,7 @@ def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list
 
 
 def embedding_tables(table: ParameterTable) -> list[TensorEntry]:
-    """Find the embedding tables that matter.
-
-    Args:
-        table: What the model holds.
-
-    Returns:
-        Those with at least 1 % of all parameters, else the largest; largest first.
-    """
+    """Find the embedding tables that matter."""
     found = [entry for entry in table.parameters if _is_embedding(table, entry)]
     found.sort(key=lambda entry: -entry.num_elements)
     large = [e for e in found if e.num_elements >= _MIN_TABLE_SHARE * table.num_parameters]
@@ -165,12 +150,6 @@ def _single_group(table: ParameterTable, entry: TensorEntry) -> ParameterGroup:
 def format_count(number: int) -> str:
     """Write a number of parameters shortly.
 
-    Args:
-        number: How many.
-
-    Returns:
-        For example ``"12.6M"``; below a million all digits.
-
     Example:
         >>> format_count(12_596_224), format_count(1_557_611_200), format_count(50_257)
         ('12.6M', '1.6B', '50,257')
@@ -186,27 +165,12 @@ def _described(entry: TensorEntry) -> str:
 
 
 def shape_of(entry: TensorEntry) -> str:
-    """Write a shape.
-
-    Args:
-        entry: Whose.
-
-    Returns:
-        For example ``"50,257 x 768"``.
-    """
+    """Write a shape."""
     return " x ".join(f"{size:,}" for size in entry.shape or ())
 
 
 def percent_of(table: ParameterTable, entries: Iterable[TensorEntry]) -> str:
-    """Write which part of all parameters some of them are.
-
-    Args:
-        table: What the model holds.
-        entries: Some of it.
-
-    Returns:
-        For example ``"88.9 %"``.
-    """
+    """Write which part of all parameters some of them are."""
     part = sum(entry.num_elements for entry in entries)
     return f"{100 * part / max(table.num_parameters, 1):.1f} %"
 
@@ -222,18 +186,6 @@ def explain_parameters(
     cardinalities: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Say what dominates a model and why.
-
-    Args:
-        table: What the model holds.
-        costs: From `model_states` or ``ModelStates.from_prediction``; without them, sentences are
-            about numbers of parameters only.
-        cardinalities: For models of tables: how many categories each column has.
-
-    Returns:
-        Sentences, the largest part first; at least one.
-
-    Raises:
-        ConfigurationError: If a cardinality is not a whole number of at least 0.
 
     Example:
         >>> from lightning_memsave.explain.parameters import parameter_table

@@ -22,13 +22,7 @@ _SMALL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The layer that has an output for each class or token.
-
-    Args:
-        num_outputs: How many.
-        num_inputs: Of the layer.
-        name: Of its matrix.
-    """
+    """The layer that has an output for each class or token."""
 
     num_outputs: int
     num_inputs: int
@@ -36,15 +30,7 @@ class Outputs:
 
 
 def find_outputs(table: ParameterTable) -> Outputs | None:
-    """Find the output layer.
-
-    Args:
-        table: The parameters.
-
-    Returns:
-        An embedding table that serves as one, too; else the last matrix if nothing takes what it
-        gives; ``None`` if there is neither.
-    """
+    """Find the output layer."""
     matrices = [e for e in table.parameters if e.shape is not None and len(e.shape) == _MATRIX]
     tied = [e for e in matrices if any(_is_layer(table, alias) for alias in e.aliases)]
     last = [e for e in matrices if _is_layer(table, e.name)][-1:]
@@ -63,15 +49,7 @@ def _is_layer(table: ParameterTable, name: str) -> bool:
 
 
 def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
-    """List logits-shaped tensors alive at the peak.
-
-    Args:
-        base: The prediction.
-        outputs: The output layer.
-
-    Returns:
-        Tensors with an element for each output, largest first.
-    """
+    """List logits-shaped tensors alive at the peak."""
     return [
         tensor
         for tensor in base.largest_tensors
@@ -84,14 +62,7 @@ def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
 
 
 def logits_copies(what_if: WhatIf) -> Finding:
-    """Count logits-shaped tensors alive at the peak.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        The answer.
-    """
+    """Count logits-shaped tensors alive at the peak."""
     name, base, outputs = "copies of the logits", what_if.base(), find_outputs(what_if.table)
     if outputs is None:
         return finding_of(name, 0, "The model has no layer that computes logits.", base)
@@ -109,14 +80,7 @@ def logits_copies(what_if: WhatIf) -> Finding:
 
 
 def model_states_of(what_if: WhatIf) -> ModelStates:
-    """Give the model states, from the prediction where there is a batch.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        The model states at the peak; without a batch, with the given optimizer or AdamW.
-    """
+    """Give the model states, from the prediction where there is a batch."""
     if what_if.can_predict:
         return ModelStates.from_prediction(what_if.base(), what_if.optimizer_name)
     optimizer = what_if.step.optimizer
@@ -124,14 +88,7 @@ def model_states_of(what_if: WhatIf) -> ModelStates:
 
 
 def cardinality(what_if: WhatIf) -> Finding:
-    """Give the bytes that depend on the size of the vocabulary or the number of labels.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        The answer: embedding tables, output layer and logits.
-    """
+    """Give the bytes that depend on the size of the vocabulary or the number of labels."""
     name, table = "vocabulary and labels", what_if.table
     outputs, tables = find_outputs(table), embedding_tables(table)
     if outputs is None and not tables:
@@ -170,14 +127,7 @@ def _named(entries: list[TensorEntry]) -> str:
 
 
 def structure(what_if: WhatIf) -> Finding:
-    """Give the bytes of the model states.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        The answer, with the part of the model that holds most.
-    """
+    """Give the bytes of the model states."""
     costs = model_states_of(what_if)
     total = costs.total_bytes
     largest = explain_parameters(what_if.table)[0]
@@ -194,14 +144,7 @@ _NAME = "attention kernel"
 
 
 def attention_kernel(what_if: WhatIf) -> Finding:
-    """Compare the kinds of attention.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        What ``sdpa`` would save if attention is eager, else what it saves already.
-    """
+    """Compare the kinds of attention."""
     base, now = what_if.base(), what_if.attention
     if now is None:
         return _of_scores(what_if)
@@ -254,15 +197,7 @@ def _of_scores(what_if: WhatIf) -> Finding:
 
 
 def scores_of(base: MemoryPrediction, lengths: Collection[int]) -> list[TensorMemory]:
-    """Find the scores of attention that are alive at the peak.
-
-    Args:
-        base: The prediction.
-        lengths: How many tokens are attended to.
-
-    Returns:
-        Those among its largest tensors that have an entry for each pair of tokens.
-    """
+    """Find the scores of attention that are alive at the peak."""
     return [
         tensor
         for tensor in base.largest_tensors
@@ -274,15 +209,7 @@ def scores_of(base: MemoryPrediction, lengths: Collection[int]) -> list[TensorMe
 
 
 def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> bool:
-    """Return whether a prediction may lack smaller tensors of the same kind.
-
-    Args:
-        base: The prediction; it lists its largest tensors.
-        tensors: Some of them.
-
-    Returns:
-        True if they are among the smallest that are listed.
-    """
+    """Return whether a prediction may lack smaller tensors of the same kind."""
     listed = base.largest_tensors
     if not tensors or len(listed) < NUM_LARGEST:
         return False
@@ -290,14 +217,7 @@ def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> b
 
 
 def previous_gradients(what_if: WhatIf) -> Finding:
-    """Find gradients of the previous step that are alive beside the activations.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        The answer, with what it would save to free them before the forward pass.
-    """
+    """Find gradients of the previous step that are alive beside the activations."""
     name, base = "previous gradients", what_if.base()
     in_forward = base.by_phase.get("forward")
     alive = 0
@@ -343,19 +263,7 @@ _WITHOUT_BATCH = ("vocabulary and labels", "model structure")
 
 
 def explain_factors(what_if: WhatIf, names: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """Compute how much each factor contributes to the peak.
-
-    Args:
-        what_if: Predicts variants of the step.
-        names: Of `FACTORS`; ``None`` for all. Batch size, sequence length, attention kernel and
-            previous gradients need predictions of their own.
-
-    Returns:
-        The findings in the order of `FACTORS`; without a batch most of them are ``"unknown"``.
-
-    Raises:
-        ConfigurationError: If there is no factor of that name.
-    """
+    """Compute how much each factor contributes to the peak."""
     if names is not None and (isinstance(names, str) or not isinstance(names, Collection)):
         raise ConfigurationError(
             f'`factors={names!r}` is not a list. Write for example `factors=["batch size"]`.'

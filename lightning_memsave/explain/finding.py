@@ -16,16 +16,7 @@ Verdict = Literal["matters", "does not matter", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How much one factor contributes to the peak.
-
-    Args:
-        name: Such as ``"batch size"``.
-        verdict: ``"matters"`` if it is at least 5 % of the peak, ``"does not matter"``, or
-            ``"unknown"``.
-        num_bytes: Its bytes at the peak; ``None`` if unknown.
-        sentence: The finding in words.
-        figures: The values behind it, under names with their units.
-    """
+    """How much one factor contributes to the peak."""
 
     name: str
     verdict: Verdict
@@ -34,11 +25,7 @@ class Finding:
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            The fields under their names.
-        """
+        """Give everything as plain values, for JSON."""
         return asdict(self)
 
 
@@ -49,18 +36,7 @@ def finding_of(
     base: MemoryPrediction,
     **figures: Figure,
 ) -> Finding:
-    """Build a finding; its verdict follows from its share of the peak.
-
-    Args:
-        name: Of the factor.
-        num_bytes: Its bytes at the peak.
-        sentence: The finding in words.
-        base: The prediction with that peak.
-        **figures: The values behind it.
-
-    Returns:
-        The finding.
-    """
+    """Build a finding; its verdict follows from its share of the peak."""
     verdict: Verdict = (
         "matters" if num_bytes >= MATTERS * base.peak_bytes and num_bytes else "does not matter"
     )
@@ -68,25 +44,10 @@ def finding_of(
 
 
 def unknown_finding(name: str, why: str) -> Finding:
-    """Build the finding of a factor that could not be computed.
-
-    Args:
-        name: Of the factor.
-        why: In a sentence.
-
-    Returns:
-        The finding, with the verdict ``"unknown"``.
-    """
+    """Build the finding of a factor that could not be computed."""
     return Finding(name, "unknown", None, why)
 
 
 def label_of(gpu: Gpu) -> str:
-    """Name a GPU in a sentence.
-
-    Args:
-        gpu: The GPU.
-
-    Returns:
-        Its name; for a mere size ``"the GPU"``.
-    """
+    """Name a GPU in a sentence."""
     return "the GPU" if gpu.compute_capability is None else gpu.name

@@ -28,14 +28,7 @@ class _Line:
 
 
 def batch_size(what_if: WhatIf) -> Finding:
-    """Separate the memory of each sample from what any batch needs, from two batch sizes.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        The finding; with a GPU also the largest batch that is predicted to fit.
-    """
+    """Separate the memory of each sample from what any batch needs, from two batch sizes."""
     name, num_samples, base = "batch size", what_if.num_samples, what_if.base()
     if not num_samples:
         return unknown_finding(
@@ -142,15 +135,7 @@ class _Growth:
 
 
 def sequence_length(what_if: WhatIf) -> Finding:
-    """Find how memory grows with the length of the sequence.
-
-    Args:
-        what_if: What predicts.
-
-    Returns:
-        The answer: what the step would take at another length, which is predicted too, and what of
-        the peak grows with the length and with its square, where the peak stays the same moment.
-    """
+    """Find how memory grows with the length of the sequence."""
     name, sequence, base = "sequence length", what_if.sequence, what_if.base()
     if sequence is None:
         return _without_axis(what_if)
@@ -203,14 +188,7 @@ def sequence_length(what_if: WhatIf) -> Finding:
 
 
 def max_positions(table: ParameterTable) -> int | None:
-    """Say how long a sequence may be.
-
-    Args:
-        table: The parameters.
-
-    Returns:
-        Rows of the smallest table of learned positions; ``None`` without one.
-    """
+    """Say how long a sequence may be."""
     rows = [
         entry.shape[0]
         for entry in table.parameters

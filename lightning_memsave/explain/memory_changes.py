@@ -23,14 +23,7 @@ _MAX_NAME_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure on both sides.
-
-    Args:
-        name: Of a module, a category or a phase; of a module the name on the second side.
-        before: On the first side; ``None`` where it does not exist.
-        after: On the second side; ``None`` where it does not exist.
-        detail: What changed, such as ``"weight 10 x 4 -> 20 x 4"``.
-    """
+    """One figure on both sides."""
 
     name: str
     before: int | None
@@ -50,11 +43,7 @@ class Change:
         return "grew" if self.difference > 0 else "shrank" if self.difference else "same"
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            The fields, with ``difference`` and ``status``.
-        """
+        """Give everything as plain values, for JSON."""
         return {
             "name": self.name,
             "before": self.before,
@@ -209,12 +198,6 @@ class MemoryComparison:
 def grouped(changes: Sequence[Change]) -> list[Change]:
     """Put the same change of several blocks into one.
 
-    Args:
-        changes: Those of modules.
-
-    Returns:
-        The changes in order, blocks together under a name with ``*``, the largest first.
-
     Example:
         >>> [c.name for c in grouped([Change("layer.0.fc", 4, 8), Change("layer.1.fc", 4, 8)])]
         ['layer.*.fc (2 x)']
@@ -262,15 +245,7 @@ def _merged(template: str, members: Sequence[Change]) -> Change:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
-    """Find what was set differently.
-
-    Args:
-        a: Values by name.
-        b: The same of the other side.
-
-    Returns:
-        Name and both values; ``"-"`` where there is none.
-    """
+    """Find what was set differently."""
     return tuple(
         (name, str(a.get(name, "-")), str(b.get(name, "-")))
         for name in dict.fromkeys((*a, *b))

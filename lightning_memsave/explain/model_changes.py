@@ -30,13 +30,6 @@ def align_names(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
     Equal names do, apart from those of torch's wrappers; and of what is then left, those that are
     equal but for one prefix, such as ``"model"``.
 
-    Args:
-        a: Names with dots.
-        b: The others.
-
-    Returns:
-        Name in ``b`` by name in ``a``.
-
     Example:
         >>> align_names(["net.0.weight", "x.bias"], ["model.net.0.weight", "model.x.bias"])
         {'net.0.weight': 'model.net.0.weight', 'x.bias': 'model.x.bias'}
@@ -81,14 +74,6 @@ def compare_parameters(
 
     Modules are told by their names; prefixes that wrappers add are ignored.
 
-    Args:
-        a: The first model, or what a checkpoint of it has.
-        b: The second one.
-        labels: What to call them.
-
-    Returns:
-        The comparison, in numbers of parameters.
-
     Example:
         >>> found = compare_parameters({"head.weight": (10, 4)}, {"model.head.weight": (20, 4)})
         >>> [(change.name, change.difference, change.detail) for change in found.modules]
@@ -115,16 +100,7 @@ def compare_parameters(
 def compare_predictions(
     a: MemoryPrediction, b: MemoryPrediction, labels: tuple[str, str] | None = None
 ) -> MemoryComparison:
-    """Find what makes the difference between two predicted training steps.
-
-    Args:
-        a: The first prediction.
-        b: The second one.
-        labels: What to call them.
-
-    Returns:
-        The comparison, in bytes: at the peak by category and by module, and the peak of each phase.
-    """
+    """Find what makes the difference between two predicted training steps."""
     devices = () if a.device == b.device else (other_devices(a.device, b.device),)
     return MemoryComparison(
         kind="predictions",
@@ -144,15 +120,7 @@ def compare_predictions(
 
 
 def predicted_changes(a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]) -> tuple[Change, ...]:
-    """Find which modules have more or fewer bytes at the peak.
-
-    Args:
-        a: Those of the first prediction.
-        b: Those of the second one.
-
-    Returns:
-        The changes, the largest first.
-    """
+    """Find which modules have more or fewer bytes at the peak."""
     mine = {module.name: module.memory for module in a}
     theirs = {module.name: module.memory for module in b}
     names = align_names(mine, theirs)
@@ -169,15 +137,7 @@ def predicted_changes(a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]) -> t
 
 
 def other_devices(a: str, b: str) -> str:
-    """Say that two sides are about different devices.
-
-    Args:
-        a: Device of the first side.
-        b: Device of the second one.
-
-    Returns:
-        A clause.
-    """
+    """Say that two sides are about different devices."""
     return f"one is for {a}, one for {b}: kernels and their temporaries differ there anyway"
 
 
@@ -198,15 +158,7 @@ def _phase_bytes(prediction: MemoryPrediction, phase: str) -> int | None:
 
 
 def category_changes(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:
-    """Compare bytes by category.
-
-    Args:
-        a: Of the first side.
-        b: Of the second one.
-
-    Returns:
-        A change for each category that one of them has.
-    """
+    """Compare bytes by category."""
     changes = (Change(name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys((*a, *b)))
     return tuple(change for change in changes if change.before or change.after)
 

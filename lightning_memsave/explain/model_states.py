@@ -23,14 +23,7 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """Bytes of parameters, copies, gradients and optimizer state, by module.
-
-    Args:
-        optimizer: Its name.
-        by_module: Bytes of what each module owns itself.
-        parts: What they are costs of.
-        remark: What is left out of them, as a clause; empty if nothing is.
-    """
+    """Bytes of parameters, copies, gradients and optimizer state, by module."""
 
     optimizer: str
     by_module: Mapping[str, int]
@@ -48,27 +41,12 @@ class ModelStates:
         return sum(self.by_module.values())
 
     def of(self, modules: Iterable[str]) -> int:
-        """Sum over some modules.
-
-        Args:
-            modules: Their names; what is inside them is not counted.
-
-        Returns:
-            Bytes; a module that is not known counts as nothing.
-        """
+        """Sum over some modules."""
         return sum(self.by_module.get(name, 0) for name in set(modules))
 
     @classmethod
     def from_prediction(cls, prediction: MemoryPrediction, optimizer: str = "") -> Self:
-        """Take the costs from a prediction of a training step.
-
-        Args:
-            prediction: Whose ``modules`` say what is there at the peak.
-            optimizer: Its name; by default what the prediction's settings say.
-
-        Returns:
-            The costs at the peak, with a remark on gradients that are not alive then.
-        """
+        """Take the costs from a prediction of a training step."""
         found: dict[str, int] = {}
         for module in prediction.modules:
             found[module.name] = sum(_sizes(module.memory).values())
@@ -99,16 +77,6 @@ def model_states(
     """Say what each module costs with an optimizer, from the state that it really makes.
 
     The optimizer is made for copies of the parameters on the meta device, which use no memory.
-
-    Args:
-        table: Which parameters there are. Those of a checkpoint all count as trained.
-        optimizer: Class, function that makes one, or an instance, whose settings count.
-
-    Returns:
-        The costs.
-
-    Raises:
-        ConfigurationError: If the optimizer cannot be made, or cannot make its state there.
 
     Note:
         All parameters are in group 0 and have no names: settings that depend on these, such as

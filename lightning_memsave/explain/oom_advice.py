@@ -18,17 +18,7 @@ FRAGMENTED_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Tensors that something keeps from step to step.
-
-    Args:
-        owner: The attribute, such as ``"self.outputs"``.
-        num_bytes: Their size in bytes, with what their graphs keep.
-        count: How many there are.
-        before_bytes: All that was alive before the step that failed.
-        expected_bytes: What a prediction has there: parameters, buffers, gradients, optimizer state
-            and the batch.
-        in_graphs: Whether graphs keep most of it.
-    """
+    """Tensors that something keeps from step to step."""
 
     owner: str
     num_bytes: int
@@ -66,14 +56,7 @@ _MUCH = 0.1
 
 
 def kept_bytes(alive: Iterable[AliveTensor]) -> dict[str, int]:
-    """Sum up what attributes keep from step to step.
-
-    Args:
-        alive: What is alive.
-
-    Returns:
-        Bytes by attribute, largest first, of ten at most.
-    """
+    """Sum up what attributes keep from step to step."""
     kept: Counter[str] = Counter()
     for one in alive:
         if one.owner:
@@ -82,14 +65,7 @@ def kept_bytes(alive: Iterable[AliveTensor]) -> dict[str, int]:
 
 
 def most_kept(alive: Sequence[AliveTensor]) -> Kept | None:
-    """Find the attribute that keeps most.
-
-    Args:
-        alive: What is alive.
-
-    Returns:
-        What it keeps; ``None`` if that is little.
-    """
+    """Find the attribute that keeps most."""
     owner, num_bytes = next(iter(kept_bytes(alive).items()), ("", 0))
     if not owner or num_bytes < _MUCH * sum(one.num_bytes for one in alive):
         return None
@@ -104,15 +80,7 @@ def most_kept(alive: Sequence[AliveTensor]) -> Kept | None:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What is known of the run, beside the message.
-
-    Args:
-        has_memsave: `MemSaveCallback` was on.
-        rows: Its table; what is on or refused there is not advised.
-        is_evaluation: Memory ran out in validation, test or prediction.
-        precision: Of the Trainer; empty if it is not known.
-        kept: What keeps most memory from step to step, if it is much.
-    """
+    """What is known of the run, beside the message."""
 
     has_memsave: bool = False
     rows: tuple[Row, ...] = ()
@@ -130,17 +98,7 @@ class RunFacts:
 
 
 def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts) -> tuple[str, ...]:
-    """Say what to do.
-
-    Args:
-        oom: The figures of the message.
-        cause: Why memory ran out, as in ``oom_diagnosis.CAUSES``.
-        allocator_settings: Settings of torch's allocator in that run; empty if not known.
-        run: What is known of the run.
-
-    Returns:
-        What to do, in the order in which to try it.
-    """
+    """Say what to do."""
     allocator = _allocator_advice(oom, allocator_settings)
     less = _less_memory(oom, run)
     by_cause = {

@@ -28,14 +28,7 @@ CAUSES = {
 
 
 def shares_of(oom: OutOfMemory) -> dict[str, int]:
-    """Divide the memory of the device.
-
-    Args:
-        oom: The figures of the message.
-
-    Returns:
-        Bytes under the names that `Diagnosis` explains; what is not known or nothing is left out.
-    """
+    """Divide the memory of the device."""
     known: dict[str, int | None] = {
         "allocated": oom.allocated_bytes,
         "unallocated": oom.unallocated_bytes,
@@ -56,15 +49,7 @@ def shares_of(oom: OutOfMemory) -> dict[str, int]:
 
 
 def cause_of(oom: OutOfMemory, shares: Mapping[str, int]) -> tuple[str, str]:
-    """Find the cause.
-
-    Args:
-        oom: The figures of the message.
-        shares: What `shares_of` gave.
-
-    Returns:
-        A key of `CAUSES`, and the figures that speak for it in a sentence or two.
-    """
+    """Find the cause."""
     if oom.device == "cpu":
         return "host", _asked(oom)
     if oom.library:
@@ -153,18 +138,7 @@ _SHARES = {
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why memory ran out, and what to do about it.
-
-    Args:
-        oom: The figures of the message.
-        cause: A key of ``oom_diagnosis.CAUSES``.
-        shares: How the memory of the device divides, in bytes; what is not known is left out.
-            ``allocated`` (tensors), ``unallocated`` (kept by torch's allocator), ``outside``
-            (of it, in this process), ``others`` (processes), ``not_told`` and ``free``.
-        findings: What the figures say, one sentence each, the reason for ``cause`` first.
-        advice: What to do, in the order in which to try it.
-        kept: What keeps most memory from step to step, if that is known and much.
-    """
+    """Why memory ran out, and what to do about it."""
 
     oom: OutOfMemory
     cause: str
@@ -185,11 +159,7 @@ class Diagnosis:
         return f"Out of memory on {where}{phase}: {self.kept or CAUSES[self.cause]}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            ``cause``, ``summary``, ``shares``, ``findings``, ``advice``, ``kept`` and ``oom``.
-        """
+        """Give everything as plain values, for JSON."""
         return {
             "cause": self.cause,
             "summary": self.summary,
@@ -219,15 +189,6 @@ def diagnose(
     oom: OutOfMemory, allocator_settings: str = "", run: RunFacts | None = None
 ) -> Diagnosis:
     """Say why memory ran out, from the figures of the message and what is known of the run.
-
-    Args:
-        oom: What `read_out_of_memory` gave.
-        allocator_settings: Value of ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` in that
-            run, if known: what is switched on already is not advised.
-        run: What is known of the run; ``None`` for a message alone.
-
-    Returns:
-        The diagnosis.
 
     Example:
         >>> from lightning_memsave.explain.oom_message import read_out_of_memory

@@ -41,29 +41,13 @@ _SIZES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERN
 
 
 def words_of(text: str) -> list[str]:
-    """Take a text apart, without colours and without what quotes and logs put around lines.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        Its words, which have no white space inside.
-    """
+    """Take a text apart, without colours and without what quotes and logs put around lines."""
     lines = (_LEFT.sub("", line).rstrip(" \t\r|│") for line in _COLOR.sub("", text).splitlines())
     return [word for line in lines for word in line.split()]
 
 
 def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int], int]:
-    """Read the figures of one message.
-
-    Args:
-        dense: The text without white space.
-        start: Where `MESSAGE` found the message.
-        stop: Where the next one begins.
-
-    Returns:
-        Bytes under the names of `OutOfMemory`, and where the last figure ends.
-    """
+    """Read the figures of one message."""
     sizes: dict[str, int] = {}
     end = start.end()
     for name, pattern in _SIZES.items():
@@ -83,15 +67,7 @@ def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int
 
 
 def bytes_of(number: str, unit: str) -> int | None:
-    """Read a size as torch writes it.
-
-    Args:
-        number: Digits, with a point or without.
-        unit: Such as ``"GiB"`` or ``"bytes"``.
-
-    Returns:
-        Bytes; ``None`` for -1 written as an unsigned number.
-    """
+    """Read a size as torch writes it."""
     # torch divides by 1024 whatever it calls the unit.
     power = "BKMGTPE".index(unit[0].upper())
     num_bytes = round(float(number) * 1024**power)
@@ -100,15 +76,7 @@ def bytes_of(number: str, unit: str) -> int | None:
 
 
 def device_in(start: re.Match[str], dense: str) -> str:
-    """Tell the kind of device that had no memory.
-
-    Args:
-        start: Where `MESSAGE` found the message.
-        dense: The text without white space.
-
-    Returns:
-        As ``torch.device.type`` says it; empty if nothing tells.
-    """
+    """Tell the kind of device that had no memory."""
     if start["host"]:
         return "cpu"
     around = dense[max(start.start() - 40, 0) : start.end() + 200].lower()
@@ -118,12 +86,7 @@ def device_in(start: re.Match[str], dense: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessOnDevice:
-    """A process that the message names.
-
-    Args:
-        pid: Its number as the driver knows it, which is another one inside a container.
-        used_bytes: Its memory on the device; ``None`` where the driver does not tell.
-    """
+    """A process that the message names."""
 
     pid: int
     used_bytes: int | None
@@ -135,25 +98,6 @@ class OutOfMemory:
 
     torch writes two digits behind the point, so that sizes are exact to half a hundredth of the
     unit they were written in.
-
-    Args:
-        message: The message itself, on one line.
-        device: ``"cuda"`` (ROCm too) or ``"cpu"``; empty if it does not say.
-        device_index: Number of the device.
-        library: The CUDA library that found no memory, such as ``"CUBLAS"``; empty if it was
-            torch's own allocator.
-        requested_bytes: What was asked for when it failed, rounded up by the allocator.
-        capacity_bytes: What the device has.
-        free_bytes: What the driver had left.
-        allowed_bytes: The limit set with ``torch.cuda.set_per_process_memory_fraction``.
-        allocated_bytes: In tensors of this process, private pools of CUDA graphs included.
-        unallocated_bytes: Kept by torch's allocator with no tensor in it.
-        process_bytes: Memory of this process, CUDA context included.
-        processes: Processes that are named by their number.
-        phase: ``"setup"`` (the module is moved to the device), ``"forward"``, ``"backward"`` or
-            ``"optimizer"``, where a traceback shows it.
-        allocator_variable: The environment variable with settings of the allocator.
-        num_messages: How many messages with figures the text held; this is the last one.
     """
 
     message: str
@@ -180,11 +124,7 @@ class OutOfMemory:
         return self.allocated_bytes + self.unallocated_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            The fields under their names, and ``reserved_bytes``.
-        """
+        """Give everything as plain values, for JSON."""
         processes = [asdict(process) for process in self.processes]
         return {**asdict(self), "reserved_bytes": self.reserved_bytes, "processes": processes}
 
@@ -194,16 +134,6 @@ def read_out_of_memory(text: str) -> OutOfMemory:
 
     Reads the messages of torch since 1.0, on CUDA with either allocator backend, on ROCm and the
     CPU, and those of CUDA's libraries.
-
-    Args:
-        text: The message, or anything around it: a traceback, a log, with or without line breaks
-            in the middle of words, quoted, of several ranks.
-
-    Returns:
-        The figures of the last message that has any; of the last message if none has.
-
-    Raises:
-        ConfigurationError: If there is no such message in the text.
 
     Example:
         >>> oom = read_out_of_memory(
@@ -258,16 +188,7 @@ def _first(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def own_and_others(oom: OutOfMemory) -> tuple[int | None, tuple[ProcessOnDevice, ...]]:
-    """Tell this process from the others that the message names.
-
-    Args:
-        oom: The figures of the message.
-
-    Returns:
-        Bytes of this process, ``None`` if not known, and the other processes. In a
-        container this process has another number outside and stands among the others: it is the
-        smallest one that is large enough.
-    """
+    """Tell this process from the others that the message names."""
     if oom.process_bytes is not None or oom.reserved_bytes is None:
         return oom.process_bytes, oom.processes
     least_bytes = oom.reserved_bytes * 0.99  # sizes are rounded

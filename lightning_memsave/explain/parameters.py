@@ -20,18 +20,7 @@ _BUFFER_DTYPES = ("int64", "int32", "bool")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter or buffer.
-
-    Args:
-        name: The first of its names in ``named_parameters()``.
-        shape: ``None`` for a lazy one, which has no shape before the first forward pass.
-        dtype: Such as ``"float32"``.
-        num_elements: Numbers in it.
-        num_bytes: What they take.
-        is_trainable: Whether it gets a gradient; ``None`` where a checkpoint does not say.
-        is_buffer: Whether it is a buffer.
-        aliases: Its other names, where it is tied.
-    """
+    """One parameter or buffer."""
 
     name: str
     shape: tuple[int, ...] | None
@@ -52,29 +41,12 @@ _Keyed = tuple[object, TensorEntry]
 
 
 def entries_of_module(module: nn.Module) -> tuple[TensorEntry, ...]:
-    """Read the parameters and buffers of a module.
-
-    Args:
-        module: Any module, on any device.
-
-    Returns:
-        Each once, parameters first.
-    """
+    """Read the parameters and buffers of a module."""
     return tuple(_joined(_of_module(module)))
 
 
 def entries_of_mapping(source: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
-    """Read what a checkpoint holds.
-
-    Args:
-        source: Tensors, shapes, pairs of shape and dtype or mappings with both, under their names.
-
-    Returns:
-        Each tensor once.
-
-    Raises:
-        ConfigurationError: If a value is none of these.
-    """
+    """Read what a checkpoint holds."""
     return tuple(_joined(_of_mapping(source)))
 
 
@@ -161,19 +133,7 @@ def _keyed(
 
 @dataclass(frozen=True, slots=True)
 class ModuleParameters:
-    """Parameters of one module with all that is inside it.
-
-    Args:
-        name: As in ``named_modules()``; empty for the whole.
-        class_name: Its class; empty where only a checkpoint is known.
-        num_parameters: Numbers in all of its parameters; tied ones count where they come first.
-        own_parameters: Numbers in those that no module inside it owns.
-        num_bytes: What its parameters take.
-        buffer_bytes: What its buffers take.
-        num_trainable: Numbers in those that get a gradient; ``None`` if unknown.
-        dtypes: Of its parameters.
-        share: Its part of the parameters of the whole, from 0 to 1.
-    """
+    """Parameters of one module with all that is inside it."""
 
     name: str
     class_name: str
@@ -189,11 +149,6 @@ class ModuleParameters:
 @dataclass(frozen=True)
 class ParameterTable:
     """The tree of a model's modules with what each one holds.
-
-    Args:
-        model: What the table is about.
-        entries: Parameters and buffers, each once.
-        class_names: Class by name of module, in order; names alone where there is no code.
 
     Example:
         >>> table = parameter_table(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 2)))
@@ -242,11 +197,7 @@ class ParameterTable:
         return tuple(replace(row, share=row.num_parameters / total) for row in found.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            Totals, ``modules`` and ``tensors``.
-        """
+        """Give everything as plain values, for JSON."""
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,
@@ -264,18 +215,6 @@ class ParameterTable:
 
 def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> ParameterTable:
     """Count the parameters of every module; nothing is run, and no values are read.
-
-    Args:
-        source: A module, also one on the meta device or of fake tensors. Or what a ``state_dict``
-            has: under each name a tensor, a shape, a pair of shape and dtype, or a mapping with
-            ``"shape"`` and ``"dtype"``.
-        model: What to call it; the class of the module by default.
-
-    Returns:
-        The table.
-
-    Raises:
-        ConfigurationError: If a value of the mapping is none of these.
 
     Note:
         Tied parameters of a mapping are recognised if its values are tensors that share memory. A
@@ -302,14 +241,7 @@ def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> P
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Give the modules that a module is in.
-
-    Args:
-        name: Its name, such as ``"encoder.0"``.
-
-    Yields:
-        From the whole, which is ``""``, down to the module itself.
-    """
+    """Give the modules that a module is in."""
     yield ""
     parts = name.split(".") if name else []
     for i in range(len(parts)):

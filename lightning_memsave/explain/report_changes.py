@@ -20,20 +20,7 @@ def compare_reports(
     b: Mapping[str, Any] | MemoryPrediction,
     labels: tuple[str, str] = ("first", "second"),
 ) -> MemoryComparison:
-    """Find what is different between two runs, or between a run and a prediction.
-
-    Args:
-        a: What ``memsave_report.json`` has, or a prediction.
-        b: The other one.
-        labels: What to call them.
-
-    Returns:
-        The comparison, in bytes at the peak: measured ones where there are any. Modules are those
-        of the predictions, where both sides have one.
-
-    Raises:
-        ConfigurationError: If a report has neither measured nor predicted bytes.
-    """
+    """Find what is different between two runs, or between a run and a prediction."""
     first, second = (_Run.read(side, name) for side, name in zip((a, b), labels, strict=True))
     notes = []
     if first.device and second.device and first.device != second.device:

@@ -31,23 +31,14 @@ _TOKEN_AXES = {"scaled_dot_product_attention": -2, "multi_head_attention_forward
 
 @dataclass
 class Observed:
-    """What was seen.
-
-    Args:
-        optimizers: Names of their classes, in order.
-        attended: From how many tokens attention was computed.
-    """
+    """What was seen."""
 
     optimizers: list[str] = field(default_factory=list)
     attended: set[int] = field(default_factory=set)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Look until the context is left.
-
-        Yields:
-            Nothing.
-        """
+        """Look until the context is left."""
         functional: Any = torch.nn.functional
         originals = {name: getattr(functional, name) for name in _TOKEN_AXES}
         hook = register_optimizer_step_pre_hook(self._note_optimizer)
@@ -78,40 +69,20 @@ class Observed:
 
 
 def attention_of(module: nn.Module) -> str | None:
-    """Say which kind of attention a model uses.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        Such as ``"sdpa"`` or ``"eager"``; ``None`` without a Hugging Face model in it.
-    """
+    """Say which kind of attention a model uses."""
     found = _models(module)
     return found[0].config._attn_implementation if found else None
 
 
 def set_attention(module: nn.Module, kind: str) -> None:
-    """Let all Hugging Face models in a module use a kind of attention.
-
-    Args:
-        module: What they are in.
-        kind: Such as ``"sdpa"``.
-    """
+    """Let all Hugging Face models in a module use a kind of attention."""
     for model in _models(module):
         model.set_attn_implementation(kind)
 
 
 @contextlib.contextmanager
 def attention_set(module: nn.Module, kind: str) -> Iterator[None]:
-    """Let them use it until the context is left.
-
-    Args:
-        module: As for `set_attention`.
-        kind: As for `set_attention`.
-
-    Yields:
-        Nothing.
-    """
+    """Let them use it until the context is left."""
     configs: dict[int, Any] = {}
     for part in module.modules():
         _add_config(configs, getattr(part, "config", None))
@@ -149,18 +120,7 @@ class ImpossibleVariantError(MemsaveError):
 
 @dataclass
 class WhatIf:
-    """A training step, and predictions of its variants, each made once.
-
-    Args:
-        step: The unchanged step; without a batch, or without code for the model, nothing is
-            predicted.
-        table: The parameters.
-        configured: Name of the optimizer that was given; empty where the module makes its own.
-        attention: Kind of attention of the Hugging Face model in it, such as ``"eager"``.
-        known_sequence: Where the sequence runs in the batch, if that is known.
-        overflows: Whether activations of the model overflow in float16.
-        observed: What was seen of the unchanged step, once it has been predicted.
-    """
+    """A training step, and predictions of its variants, each made once."""
 
     step: TrainingStep
     table: ParameterTable
@@ -222,11 +182,7 @@ class WhatIf:
         return len(self._known)
 
     def base(self) -> MemoryPrediction:
-        """Predict the unchanged step.
-
-        Returns:
-            The prediction; what the module raises comes through.
-        """
+        """Predict the unchanged step."""
         key = self._key({}, None, None, None)
         if not isinstance(self._known.get(key), MemoryPrediction):
             with self.observed.looking():
@@ -244,21 +200,7 @@ class WhatIf:
         attention: str | None = None,
         limit_s: float = math.inf,
     ) -> MemoryPrediction:
-        """Predict a variant of the step: settings, batch size, sequence length or attention.
-
-        Args:
-            changes: Arguments of `MemSaveCallback` that are different.
-            num_samples: Another batch size.
-            length: Another length of the sequence.
-            attention: Another kind of attention.
-            limit_s: Give up after this time, beside the limit of the step itself.
-
-        Returns:
-            The prediction.
-
-        Raises:
-            ImpossibleVariantError: If the model cannot do it, or not in time; the reason in a line.
-        """
+        """Predict a variant of the step: settings, batch size, sequence length or attention."""
         changes = changes or {}
         num_samples = None if num_samples == self.num_samples else num_samples
         key = self._key(changes, num_samples, length, attention)

@@ -37,19 +37,7 @@ _CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
 @dataclass(frozen=True, slots=True)
 class AliveTensor:
-    """One live storage.
-
-    Args:
-        category: As in `MemoryBreakdown`, for example ``"activation"``.
-        num_bytes: Its size in bytes.
-        name: Name of a parameter, a variable with its function, or the operator that saved it for
-            backward.
-        shape: Shape of its first tensor that was found.
-        dtype: Type of that tensor, such as ``"float32"``.
-        owner: The attribute that keeps it from step to step, itself or through a graph, such as
-            ``"self.outputs"``; empty if the step that failed needs it, or nothing is known.
-        count: How many storages are counted together, see `merge_alike`.
-    """
+    """One live storage."""
 
     category: str
     num_bytes: int
@@ -62,12 +50,6 @@ class AliveTensor:
 
 def merge_alike(alive: Iterable[AliveTensor]) -> list[AliveTensor]:
     """Count storages together that differ in nothing.
-
-    Args:
-        alive: Storages.
-
-    Returns:
-        One for all that are alike, with the sum of their bytes; largest first.
 
     Example:
         >>> one = AliveTensor("other", 4, "self.outputs", (1,), "float32")
@@ -101,21 +83,6 @@ def find_alive_tensors(
     owners; variables of functions in the traceback; tensors that autograd has saved; attributes of
     other owners; all other tensors that Python's garbage collector knows. Needs up to a second in a
     process with a million objects.
-
-    Args:
-        device: The device.
-        module: Owner of parameters, gradients and buffers.
-        optimizers: Owners of optimizer state.
-        batch: The input.
-        error: The exception, with its traceback and its causes.
-        phase: In ``"backward"`` and ``"optimizer"``, tensors outside of a graph are temporaries,
-            otherwise activations.
-        owners: Objects by name whose attributes may keep tensors, also in containers and further
-            objects.
-        others: More of them, for what no variable of the traceback refers to.
-
-    Returns:
-        The storages, largest first.
 
     Note:
         Tensors that only C++ holds are not found, such as gradients inside backward and workspaces
@@ -310,17 +277,7 @@ def _kept_by_all(owners: Mapping[str, object], seen: set[int]) -> Iterator[tuple
 
 
 def _kept_by(root: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Find the tensors that an object refers to, each under the attribute that leads to it.
-
-    Args:
-        root: The object.
-        name: Its name.
-        seen: Ids of objects that are not entered; those that were entered are added.
-
-    Yields:
-        Path and tensor. A container is one owner with all that is in it, and so is a module that
-        belongs to no other.
-    """
+    """Find the tensors that an object refers to, each under the attribute that leads to it."""
     queue: deque[tuple[str, object, int, bool]] = deque([(name, root, 0, False)])
     for _ in range(_MOST_OBJECTS):
         if not queue:
@@ -344,15 +301,7 @@ def _kept_by(root: object, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
 
 
 def _references_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Read attributes and items as they are stored: no property, `__getattr__` or iterator runs.
-
-    Args:
-        value: Any object.
-
-    Yields:
-        ``".name"`` of an attribute, ``"[*]"`` of numbered modules, or nothing for an item; and what
-        it refers to.
-    """
+    """Read attributes and items as they are stored: no property, `__getattr__` or iterator runs."""
     kind = type(value)
     if str(getattr(value if kind is FunctionType else kind, "__module__", "")).startswith(_OURS):
         return

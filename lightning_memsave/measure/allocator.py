@@ -9,19 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AllocatorReading:
-    """State of torch's CUDA allocator on one device.
-
-    Args:
-        allocated_bytes: Allocated now.
-        reserved_bytes: Reserved from the driver now: allocated and cached.
-        peak_allocated_bytes: Peak of allocated bytes since it was reset.
-        peak_reserved_bytes: Peak of reserved bytes since it was reset.
-        num_alloc_retries: cudaMalloc retries after freeing cached blocks, since the process began:
-            memory is nearly full, and steps are slow.
-        num_ooms: Out-of-memory errors since the process began, including caught ones.
-        host_pinned_bytes: Page-locked host memory that torch holds, for all devices; ``None`` if
-            this torch does not report it.
-    """
+    """State of torch's CUDA allocator on one device."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -34,12 +22,6 @@ class AllocatorReading:
 
 def read_allocator(device: torch.device | int | str | None = None) -> AllocatorReading | None:
     """Read the allocator of a CUDA device, without synchronizing with it.
-
-    Args:
-        device: A CUDA device; ``None`` for the current one.
-
-    Returns:
-        The reading, or ``None`` without a CUDA device.
 
     Example:
         >>> torch.cuda.is_available() or read_allocator()
@@ -67,12 +49,7 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
 
 
 def pinned_bytes() -> int | None:
-    """Return the bytes of page-locked host memory that torch holds.
-
-    Returns:
-        Bytes, each block rounded up to a power of two by torch; ``None`` without CUDA or if this
-        torch does not report it.
-    """
+    """Return the bytes of page-locked host memory that torch holds."""
     host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)  # torch 2.7 and later
     if host_memory_stats is None or not torch.cuda.is_available():
         return None
@@ -81,13 +58,7 @@ def pinned_bytes() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Host memory of this process.
-
-    Args:
-        rss_bytes: Resident memory, including memory shared with other processes.
-        pinned_bytes: Page-locked memory that torch holds for copies to the device; ``None`` without
-            CUDA or if torch does not report it.
-    """
+    """Host memory of this process."""
 
     rss_bytes: int
     pinned_bytes: int | None
@@ -95,9 +66,6 @@ class HostReading:
 
 def read_host_memory() -> HostReading:
     """Read the host memory of this process.
-
-    Returns:
-        The reading.
 
     Example:
         >>> read_host_memory().rss_bytes > 10_000_000

@@ -54,14 +54,6 @@ def summed_in_place(
 
     It adds in place if it holds the only reference to the first (``accumulate`` in torch's
     ``input_buffer.cpp``), but never under a dispatch mode.
-
-    Args:
-        entries: Known storages.
-        total: The gradient so far.
-        gradient: The gradient to add.
-
-    Returns:
-        The storage that would hold the sum without the mode; ``None`` for a new one.
     """
     if not isinstance(gradient, Tensor) or torch.is_grad_enabled():
         return None
@@ -88,17 +80,7 @@ def category_of_new(
     *,
     in_step: bool,
 ) -> str:
-    """Return the category of an operator's results.
-
-    Args:
-        func: The operator.
-        args: Its arguments.
-        entries: Known storages.
-        in_step: Whether an optimizer steps.
-
-    Returns:
-        A category of `MemoryBreakdown`, or `HOST`.
-    """
+    """Return the category of an operator's results."""
     if category := category_in_context():
         return category
     if func is _TO_COPY:
@@ -117,11 +99,6 @@ class LiveTensors(TorchDispatchMode):
     The result is the same on every machine, and what a GPU would hold except for rounding,
     fragmentation and workspaces of kernels. Slows down each operation (a call of Python), but needs
     no memory: storages are referenced weakly.
-
-    Args:
-        module: Its parameters, buffers and gradients are counted from the start. Held weakly.
-        optimizers: Their state is counted from the start and updated after each step.
-        device: The device; ``None`` for that of the first parameter, and the CPU without one.
 
     Note:
         Categories: storages allocated in an optimizer step or in backward, with gradients disabled,
@@ -197,11 +174,7 @@ class LiveTensors(TorchDispatchMode):
         self._peak = dict(self._bytes)
 
     def track_input(self, batch: object) -> None:
-        """Count the tensors of a batch as input, if they are older than the context.
-
-        Args:
-            batch: Tensors in any nesting of containers, or an object that holds them.
-        """
+        """Count the tensors of a batch as input, if they are older than the context."""
         for tensor in tensors_in_batch(batch):
             self._claim(tensor, "input")
 

@@ -17,15 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class NvmlReading:
-    """Memory of one GPU (or MIG slice) as reported by the driver; ``None`` if not reported.
-
-    Args:
-        used_bytes: Used by all processes together.
-        total_bytes: Total memory.
-        process_bytes: Used by this process, including its CUDA context and all libraries.
-        context_bytes: The part of it that torch's allocator did not reserve: mostly CUDA context.
-        reason: Why a value is ``None``, in one line; empty if none is.
-    """
+    """Memory of one GPU (or MIG slice) as reported by the driver; ``None`` if not reported."""
 
     used_bytes: int | None = None
     total_bytes: int | None = None
@@ -38,10 +30,6 @@ class NvmlDevice:
     """One GPU in NVML; a context manager that opens and closes the library.
 
     Never raises if the driver, a GPU or permission is missing: readings have the reason.
-
-    Args:
-        device: The device as torch numbers it. With ``CUDA_VISIBLE_DEVICES``, NVML numbers devices
-            differently; they are matched by UUID.
 
     Example:
         >>> with NvmlDevice(0) as gpu:
@@ -84,15 +72,7 @@ class NvmlDevice:
                 nvml.nvmlShutdown()
 
     def read(self, reserved_bytes: int | None = None) -> NvmlReading:
-        """Read from the driver.
-
-        Args:
-            reserved_bytes: Bytes that torch's allocator has reserved on this device now, to compute
-                those of the CUDA context.
-
-        Returns:
-            The reading.
-        """
+        """Read from the driver."""
         if self._handle is None:
             return NvmlReading(reason=self._reason or "NVML is closed")
         try:
@@ -132,15 +112,7 @@ class NvmlDevice:
 def read_nvml(
     device: torch.device | int | str = 0, reserved_bytes: int | None = None
 ) -> NvmlReading:
-    """Read once; `NvmlDevice` is for several readings.
-
-    Args:
-        device: The device as torch numbers it.
-        reserved_bytes: Bytes that torch's allocator has reserved on it.
-
-    Returns:
-        The reading, with a ``reason`` if a value is missing.
-    """
+    """Read once; `NvmlDevice` is for several readings."""
     with NvmlDevice(device) as gpu:
         return gpu.read(reserved_bytes)
 

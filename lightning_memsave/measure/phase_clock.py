@@ -13,9 +13,6 @@ class PhaseClock:
 
     On CUDA marks are events, so that nothing waits for the device before `read`.
 
-    Args:
-        device: Where the steps run.
-
     Example:
         >>> clock = PhaseClock(torch.device("cpu"))
         >>> clock.begin_step()
@@ -45,11 +42,7 @@ class PhaseClock:
             self._steps[-1].append((phase, self._now()))
 
     def read(self) -> dict[str, float]:
-        """Sum up, and forget.
-
-        Returns:
-            Seconds by phase: the median of the steps, each with all of its marks.
-        """
+        """Sum up, and forget."""
         steps, self._steps, self._is_on = self._steps, [], False
         sums = [self._sums_of(marks) for marks in steps]
         phases = dict.fromkeys(phase for one in sums for phase in one)

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 class LiveStorage:
-    """One live storage.
-
-    Args:
-        category: As in `MemoryBreakdown`.
-        born: Number of storages that existed before, as a clock.
-    """
+    """One live storage."""
 
     __slots__ = ("born", "category", "node", "num_bytes", "origin", "ref")
 
@@ -37,12 +32,6 @@ class LiveStorage:
 
 def tensors_in_batch(batch: object) -> Iterator[Tensor]:
     """Find the tensors of a batch, also in attributes of the user's own classes.
-
-    Args:
-        batch: Tensors in any nesting, or objects that hold them.
-
-    Yields:
-        Each tensor, in order.
 
     Example:
         >>> from types import SimpleNamespace
@@ -61,13 +50,6 @@ def tensors_in_batch(batch: object) -> Iterator[Tensor]:
 
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Find the tensors of a nested structure.
-
-    Args:
-        value: Tensors in any nesting of sequences, mappings and dataclasses; other objects are
-            ignored.
-
-    Yields:
-        Each tensor, in order; duplicates are repeated.
 
     Example:
         >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2)]})]
@@ -96,14 +78,7 @@ def operands(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Find the storages of a tensor.
-
-    Args:
-        tensor: Any tensor, also sparse ones and subclasses that wrap others, such as DTensor.
-
-    Yields:
-        One storage for an ordinary tensor; none if it has no memory of its own.
-    """
+    """Find the storages of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
@@ -132,14 +107,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def on_storage_resize(resized: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
-    """Observe ``UntypedStorage.resize_``, which is not an operator; FSDP frees parameters with it.
-
-    Args:
-        resized: Called with each storage after it was resized.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Observe ``UntypedStorage.resize_``, no operator, with which FSDP frees parameters."""
     with _CHANGING:
         if not _LISTENERS:
             _UNINSTALL.append(_install())

@@ -50,14 +50,7 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to create a model.
-
-    Args:
-        config: A copy of the Hugging Face config.
-        task: One of `TASKS`.
-        weights: Name or folder of pretrained weights; ``None`` for random ones.
-        model: The model itself, if the user passed one.
-    """
+    """How to create a model."""
 
     config: Any
     task: str
@@ -94,16 +87,7 @@ class Recipe:
 def read_recipe(
     model: object, task: str | None, num_labels: int | None
 ) -> tuple[Recipe | None, list[Problem]]:
-    """Read the arguments that describe a model; loads nothing but the config.
-
-    Args:
-        model: Config, dictionary, name, folder, or a Hugging Face model.
-        task: One of `TASKS`, or ``None`` to infer it from the config's architectures.
-        num_labels: Number of classes; ``None`` uses that of the config.
-
-    Returns:
-        The recipe, or ``None``; and all problems.
-    """
+    """Read the arguments that describe a model; loads nothing but the config."""
     try:
         config = _read_config(model)
     except ConfigurationError as error:

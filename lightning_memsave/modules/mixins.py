@@ -182,15 +182,7 @@ def everything_off() -> dict[str, Any]:
 
 
 def make_callback(arguments: dict[str, Any]) -> _Callback | None:
-    """Create the callback for a module's settings.
-
-    Args:
-        arguments: Arguments of `MemSaveCallback`. For ``monitor``, a number is the logging
-            interval, and ``None`` disables it.
-
-    Returns:
-        A `MemSaveCallback`; a `GPUMemoryMonitor` if only that is needed; ``None`` if nothing is.
-    """
+    """Create the callback for a module's settings."""
     monitor = arguments.get("monitor", True)
     if monitor is None:
         monitor = False

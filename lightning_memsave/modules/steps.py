@@ -62,14 +62,6 @@ def num_targets(task: str | None, labels: Tensor) -> Tensor:
 def accuracy(task: str | None, logits: Tensor, labels: Tensor) -> Tensor:
     """Compute the share of targets whose largest logit is the right one.
 
-    Args:
-        task: Task of the model.
-        logits: (batch, tokens, vocabulary) or (batch, classes).
-        labels: (batch, tokens) or (batch,).
-
-    Returns:
-        A scalar; NaN without targets.
-
     Example:
         >>> logits = torch.eye(3).unsqueeze(0)
         >>> accuracy("masked_lm", logits, torch.tensor([[0, 2, -100]]))
@@ -92,13 +84,6 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
 
     Norms, biases, embeddings (and heads that share their weight), and other one-dimensional
     parameters are not decayed.
-
-    Args:
-        model: Any module.
-        weight_decay: Weight decay of the other parameters.
-
-    Returns:
-        Parameter groups for an optimizer; none is empty.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8))
@@ -135,21 +120,7 @@ def make_scheduler(
     warmup: int | float,
     num_steps: float,
 ) -> Any:
-    """Create a scheduler with warm-up, for steps of the optimizer.
-
-    Args:
-        owner: Class name for error messages.
-        optimizer: Optimizer with the highest learning rates.
-        schedule: A key of `SCHEDULES`.
-        warmup: Optimizer steps, or as a ``float`` a fraction of all steps.
-        num_steps: All optimizer steps; infinite if unknown.
-
-    Returns:
-        A scheduler of torch.
-
-    Raises:
-        IncompatibleError: If the number of steps is needed and unknown, or smaller than ``warmup``.
-    """
+    """Create a scheduler with warm-up, for steps of the optimizer."""
     from transformers import get_scheduler  # noqa: PLC0415
 
     is_needed = schedule != "constant" or isinstance(warmup, float)

@@ -19,11 +19,7 @@ KEEP = "keep"
 
 @dataclass(frozen=True)
 class Run:
-    """Equal blocks that follow each other in one container.
-
-    Args:
-        names: Their names, in order.
-    """
+    """Equal blocks that follow each other in one container."""
 
     names: tuple[str, ...]
 
@@ -35,15 +31,7 @@ class Run:
 
 
 def runs_of(model: nn.Module, blocks: Sequence[Block]) -> list[Run]:
-    """Find the runs of equal blocks.
-
-    Args:
-        model: What they are in.
-        blocks: As `find_blocks` gives them.
-
-    Returns:
-        The runs, in order; of one block each where no two that follow each other are equal.
-    """
+    """Find the runs of equal blocks."""
     keys = [(block.name.rpartition(".")[0], _signature(block.module)) for block in blocks]
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(keys), 1) if a != b), len(blocks)]
     return [Run(tuple(b.name for b in blocks[i:j])) for i, j in pairwise(starts) if j > i]
@@ -95,15 +83,6 @@ class BlockCosts:
     Blocks are visited in order in forward and in reverse in backward. A visit adds bytes and has a
     highest point, both read from the recorded step; levels are sums of visits. Blocks that were not
     in the recorded model cost what an equal one costs.
-
-    Args:
-        runs: All blocks of the model, in order.
-        recorded: Recorded steps: how each block in it was recomputed, and the prediction. Parts
-            outside of blocks are those of the last.
-        sizes: Elements of each parameter of the whole model.
-        rates: What the device reaches.
-        by_place: Whether the first and the last block of a run cost something else than those
-            between them, as where something of a block moves while its neighbour computes.
     """
 
     def __init__(
@@ -142,14 +121,7 @@ class BlockCosts:
         """Of the device's allocator and context."""
 
     def peak_and_seconds(self, kinds: Sequence[str]) -> tuple[int, float]:
-        """Estimate a step.
-
-        Args:
-            kinds: How each block is recomputed, or `KEEP`.
-
-        Returns:
-            Peak bytes of live tensors, and seconds.
-        """
+        """Estimate a step."""
         costs = [self._costs[key] for key in self._keys(kinds)]
         level = peak = self._resident_bytes + sum(cost.resident_bytes for cost in costs)
         for part in self._parts:

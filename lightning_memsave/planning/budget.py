@@ -24,14 +24,7 @@ def margin_of(budget_bytes: int, gpu: Gpu | None, device: str) -> int:
 
 
 def check_budget(budget: Any) -> None:
-    """Refuse what can be no budget, on any device.
-
-    Args:
-        budget: Bytes, a text such as ``"12GiB"`` or ``"auto"``, or a share of the device's memory.
-
-    Raises:
-        ConfigurationError: If it is none of these.
-    """
+    """Refuse what can be no budget, on any device."""
     if isinstance(budget, str):
         _check_text(budget)
     elif isinstance(budget, bool) or not isinstance(budget, int | float):
@@ -61,19 +54,7 @@ def _check_text(budget: str) -> None:
 
 
 def read_budget(budget: Any, total_bytes: int | None, name: str = "") -> int:
-    """Read a budget for a device.
-
-    Args:
-        budget: As for `check_budget`; ``"auto"`` is all of ``total_bytes``.
-        total_bytes: Memory of the device; ``None`` if that is not known.
-        name: Name of the device, if it is known.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        ConfigurationError: If it can be no budget of that device.
-    """
+    """Read a budget for a device."""
     check_budget(budget)
     if isinstance(budget, float) or budget == "auto":
         if total_bytes is None:
@@ -102,16 +83,7 @@ def _refuse(budget: Any, why: str, use: str = _ANY) -> NoReturn:
 
 
 def rates_of(gpu: Gpu | None, device: str, *, is_local: bool = False) -> Rates:
-    """Choose the rates with which plans are compared.
-
-    Args:
-        gpu: The GPU; ``None`` for any.
-        device: ``"cuda"``, or ``"cpu"`` to measure this machine, in a second.
-        is_local: Whether the GPU is one of this machine, whose own memory is measured then.
-
-    Returns:
-        Those of the GPU, or of a typical one if its throughput is not known.
-    """
+    """Choose the rates with which plans are compared."""
     if device == "cpu":
         return _rates_of_cpu(torch.get_num_threads())
     throughput = None if gpu is None else gpu.throughput

@@ -15,15 +15,7 @@ _STACK, _HOST = "single_gpu", "offload"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings to try.
-
-    Args:
-        name: Such as ``"recompute all blocks"``.
-        changes: Arguments of `MemSaveCallback` that differ from those in force.
-        exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-        cost: Roughly what it costs: counted in passes, not measured.
-        slowdown: The same as a share of a step.
-    """
+    """Settings to try."""
 
     name: str
     changes: Mapping[str, Any]
@@ -34,17 +26,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CurrentSettings:
-    """What is trained now.
-
-    Args:
-        arguments: Of `MemSaveCallback`, those in force.
-        precision: Of the Trainer.
-        has_bf16: Whether the device computes in bfloat16.
-        num_samples: Of the batch; 0 if they cannot be counted.
-        embedding: Name of a parameter of an embedding that dominates the model; empty without one.
-        overflows: Whether activations of the model overflow in float16.
-        device: ``"cuda"``, or ``"cpu"``, which has no other memory than the host's.
-    """
+    """What is trained now."""
 
     arguments: Mapping[str, Any]
     precision: str
@@ -73,26 +55,12 @@ class CurrentSettings:
         )
 
     def is_on(self, name: str) -> bool:
-        """Say whether an argument switches something on.
-
-        Args:
-            name: Of the argument.
-
-        Returns:
-            Whether it does.
-        """
+        """Say whether an argument switches something on."""
         return self.arguments.get(name) not in (None, False)
 
 
 def single_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List the techniques that can be switched on alone, without micro-batches and the host.
-
-    Args:
-        now: What is trained now.
-
-    Returns:
-        The candidates, the most exact and fastest first.
-    """
+    """List the techniques that can be switched on alone, without micro-batches and the host."""
     found = []
     for entry in entries():
         if entry.argument != _HOST:
@@ -101,14 +69,7 @@ def single_candidates(now: CurrentSettings) -> list[Candidate]:
 
 
 def micro_batch_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List smaller micro-batches.
-
-    Args:
-        now: What is trained now.
-
-    Returns:
-        Half, a quarter and one sample at once, as far as these differ.
-    """
+    """List smaller micro-batches."""
     size = now.arguments.get("micro_batch_size")
     if size not in (None, "auto") and not isinstance(size, int):
         return []
@@ -121,16 +82,7 @@ def micro_batch_candidates(now: CurrentSettings) -> list[Candidate]:
 
 
 def joint_candidates(now: CurrentSettings, helpful: Sequence[Candidate]) -> list[Candidate]:
-    """List what can be switched on together.
-
-    Args:
-        now: What is trained now.
-        helpful: Those from `single_candidates` and `micro_batch_candidates` that are to be joined.
-
-    Returns:
-        First all of them, then also micro-batches of one sample, then the stack with the least
-        memory.
-    """
+    """List what can be switched on together."""
     if len(helpful) < 2:
         return []
     # Weights of 16 bits are for when nothing else is enough.
@@ -149,14 +101,7 @@ def joint_candidates(now: CurrentSettings, helpful: Sequence[Candidate]) -> list
 
 
 def host_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List what uses the host's memory, for when nothing else is enough.
-
-    Args:
-        now: What is trained now.
-
-    Returns:
-        The candidates, the fastest first; none on a CPU.
-    """
+    """List what uses the host's memory, for when nothing else is enough."""
     entry = next(entry for entry in entries() if entry.argument == _HOST)
     if now.device == "cpu" or now.is_on(_HOST):
         return []

@@ -23,15 +23,7 @@ CandidateT = TypeVar("CandidateT", bound=_Candidate)
 def frontier_of(
     candidates: Sequence[CandidateT], bytes_of: Callable[[CandidateT], float]
 ) -> list[CandidateT]:
-    """List what nothing is better than.
-
-    Args:
-        candidates: Of which to choose.
-        bytes_of: Gives what one needs.
-
-    Returns:
-        The fastest first; of equally good ones the most exact.
-    """
+    """List what nothing is better than."""
     found: list[CandidateT] = []
     least = math.inf
 
@@ -48,16 +40,7 @@ def frontier_of(
 def thinned_frontier(
     candidates: Sequence[CandidateT], chosen: CandidateT, bytes_of: Callable[[CandidateT], float]
 ) -> Iterator[CandidateT]:
-    """List some of the frontier, with one that must be among them.
-
-    Args:
-        candidates: Of which to choose.
-        chosen: The one that must be among them, wherever its size puts it.
-        bytes_of: Gives what one needs.
-
-    Yields:
-        Each smaller than the one before by a share that is worth it.
-    """
+    """List some of the frontier, with one that must be among them."""
     frontier = frontier_of(candidates, bytes_of)
     above = [c for c in frontier if bytes_of(c) > bytes_of(chosen) and c is not chosen]
     below = [c for c in frontier if bytes_of(c) < bytes_of(chosen)]

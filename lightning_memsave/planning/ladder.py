@@ -12,15 +12,7 @@ _WORTH_IT = 0.95  # of the time of a step: a faster plan must save more to be ch
 
 @dataclass
 class Correction:
-    """What the measurements of a fit say about the model of its plans.
-
-    Args:
-        offset_bytes: By how much peaks are higher than predicted; ``None`` if it is not known.
-        factors: Measured over estimated seconds of ``"forward"``, ``"backward"`` and
-            ``"optimizer"``; empty if they are not known.
-        num_checks: How often a fit compared its plan with measurements, changed or not.
-        too_large_bytes: Of the smallest plan that was left because of memory; ``None`` if none was.
-    """
+    """What the measurements of a fit say about the model of its plans."""
 
     offset_bytes: int | None = None
     factors: dict[str, float] = field(default_factory=dict)
@@ -42,18 +34,7 @@ class Correction:
 
 @dataclass
 class RunPlan:
-    """The plan of a fit.
-
-    Args:
-        plan: The plan that the fit began with.
-        budget_bytes: What it was made for.
-        margin_bytes: Part of it that is left free.
-        ladder: The plans to which the fit can change, the largest first, and this one among them.
-        found: All of the search; ``None`` if the plan comes from a checkpoint.
-        unmeasured_bytes: What a plan needs and a run does not measure: the reserve of CUDA's
-            allocator, and the context.
-        correction: By what was measured so far.
-    """
+    """The plan of a fit."""
 
     plan: Plan
     budget_bytes: int
@@ -68,13 +49,7 @@ class RunPlan:
         self._measured_s: dict[int, float] = {}
 
     def correct(self, now: Plan, peak_bytes: float | None, seconds: Mapping[str, float]) -> None:
-        """Correct the model by what was measured with a plan, and count that.
-
-        Args:
-            now: The plan.
-            peak_bytes: The peak as a run measures it; ``None`` if it is not known.
-            seconds: Of ``"forward"``, ``"backward"`` and ``"optimizer"``; empty if not known.
-        """
+        """Correct the model by what was measured with a plan, and count that."""
         self.correction.num_checks += 1
         if peak_bytes is not None:
             predicted_bytes = now.device_bytes - self.unmeasured_bytes
@@ -91,16 +66,7 @@ class RunPlan:
         return self._measured_s.get(plan.device_bytes, corrected)
 
     def better_than(self, now: Plan, is_possible: Callable[[Plan], bool]) -> Plan | None:
-        """Choose the fastest plan that fits, by all that is known.
-
-        Args:
-            now: The plan in force.
-            is_possible: Says whether the fit can change to a plan.
-
-        Returns:
-            What to change to, if the plan in force needs too much, or takes notably longer than
-            another one with bit for bit the same results.
-        """
+        """Choose the fastest plan that fits, by all that is known."""
         room = self.budget_bytes - (self.correction.offset_bytes or 0)
         is_over = now.device_bytes > room  # the margin is for what is not measured yet
         if is_over:

@@ -25,23 +25,7 @@ _CERTAINTY = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Settings of a training step.
-
-    Args:
-        settings: Arguments of `MemSaveCallback` by name; those that stay off are ``None``.
-        how: What to type.
-        exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-        peak_bytes: Predicted peak of live tensors.
-        device_bytes: Predicted bytes that the device must have.
-        time_ratio: Estimated time of a step over that of the unchanged one.
-        is_verified: Whether the whole step was predicted with these settings; otherwise its bytes
-            are estimated from recorded blocks.
-        seconds_by_phase: Estimated, of ``"forward"``, ``"recomputation"``, ``"backward"`` and
-            ``"optimizer"``.
-        host_bytes: Bytes in the memory of the host, of what the step moves there; as rough as
-            those on the device if they are estimated.
-        prediction: Of the step; ``None`` if it is only estimated.
-    """
+    """Settings of a training step."""
 
     settings: Mapping[str, Any]
     how: str
@@ -55,12 +39,7 @@ class Plan:
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            The fields under their names, without the prediction; objects among the settings as
-            their ``repr``.
-        """
+        """Give everything as plain values, for JSON."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
         return found | {"settings": {n: _plain(v) for n, v in self.settings.items()}}
 

@@ -23,16 +23,7 @@ _RECORDED = ("nested", "full", "selective", KEEP)
 
 @dataclass(frozen=True)
 class RecordedBlocks:
-    """The blocks of a model about which there is a choice, and those that are recorded of them.
-
-    Args:
-        what_if: Predicts steps with the recorded blocks only.
-        runs: All blocks, in runs of equal ones; empty without a choice.
-        kinds: How blocks may be recomputed, the one with the least memory first.
-        names: Of the blocks that are recorded.
-        sizes: Elements of each parameter of the whole model.
-        is_cut: Whether the recorded model has fewer blocks.
-    """
+    """The blocks of a model about which there is a choice, and those that are recorded of them."""
 
     what_if: WhatIf
     runs: Sequence[Run] = ()
@@ -45,16 +36,7 @@ class RecordedBlocks:
     def of(
         cls, what_if: WhatIf, selectors: Any = None, *, may_be_cut: bool = True
     ) -> "RecordedBlocks":
-        """Find the blocks of a step.
-
-        Args:
-            what_if: Predicts the whole step.
-            selectors: Name the blocks, as for `find_blocks`.
-            may_be_cut: Whether to record a few blocks of each run, or all.
-
-        Returns:
-            Its blocks.
-        """
+        """Find the blocks of a step."""
         step = what_if.step
         if isinstance(step.model, nn.Module):
             return cls._of(step.model, what_if, selectors, may_be_cut=may_be_cut)
@@ -103,14 +85,7 @@ class RecordedBlocks:
         return replace(self, what_if=move(self.what_if))
 
     def assignments(self, *, by_place: bool) -> list[list[str]]:
-        """List ways to recompute the recorded blocks that show each kind for each run.
-
-        Args:
-            by_place: Whether to show each kind at each place of a run.
-
-        Returns:
-            Of each step to record, the kind of each block.
-        """
+        """List ways to recompute the recorded blocks that show each kind for each run."""
         # Of equal blocks one step shows as many kinds as there are blocks.
         kinds = [kind for kind in _RECORDED if kind in (*self.kinds, KEEP)]
         number = len(self.names)
@@ -129,12 +104,6 @@ def _can(kind: str, blocks: Sequence[Block]) -> bool:
 def value_of(kinds: Sequence[str]) -> Any:
     """Write how blocks are recomputed as the argument `activation_checkpointing`.
 
-    Args:
-        kinds: Of each block, `KEEP` for the last ones only.
-
-    Returns:
-        The value.
-
     Example:
         >>> value_of(["full", "full", "keep"]), value_of(["nested", "full", "selective", "keep"])
         (2, 'nested:1,full:1,selective:1')
@@ -151,15 +120,7 @@ def value_of(kinds: Sequence[str]) -> Any:
 
 
 def choices(number: int, kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """List ways to recompute blocks that are worth a look.
-
-    Args:
-        number: Of the blocks.
-        kinds: As `RecordedBlocks.kinds`.
-
-    Yields:
-        Of each block, how it is recomputed, or `KEEP`.
-    """
+    """List ways to recompute blocks that are worth a look."""
     # The first blocks need recomputation most: their activations live longest. One kind follows
     # another in the order of what they save.
     for first, second in itertools.pairwise((*kinds, KEEP)):

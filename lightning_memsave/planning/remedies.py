@@ -27,21 +27,7 @@ _SHARE_OF_SINGLE = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Settings that lower the peak.
-
-    Args:
-        name: Such as ``"recompute all blocks"``.
-        how: What to type.
-        peak_bytes: Predicted peak with them.
-        device_bytes: Device memory needed with them.
-        saved_bytes: By how much the peak is lower.
-        exactness: How far values may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-        cost: Roughly what they cost: counted in passes, not measured.
-        fits: Whether the step fits the GPU with them; ``None`` if no GPU was named.
-        time_ratio: Estimated time of a step over that of the unchanged one, on the GPU; ``None`` if
-            its throughput is not known.
-        prediction: Of the step with them.
-    """
+    """Settings that lower the peak."""
 
     name: str
     how: str
@@ -55,11 +41,7 @@ class Remedy:
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            The fields under their names, without the prediction.
-        """
+        """Give everything as plain values, for JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
 
     def __str__(self) -> str:
@@ -72,14 +54,7 @@ class Remedy:
 
 
 def cheapest_that_fits(remedies: list[Remedy]) -> Remedy | None:
-    """Find the remedy to take.
-
-    Args:
-        remedies: From `remedies_of` with a GPU.
-
-    Returns:
-        The first that fits; ``None`` if none does.
-    """
+    """Find the remedy to take."""
     return next((remedy for remedy in remedies if remedy.fits), None)
 
 
@@ -89,18 +64,7 @@ def remedies_of(
     limit_s: float = math.inf,
     refused: Collection[str] = (),
 ) -> list[Remedy]:
-    """Predict which settings lower the peak.
-
-    Args:
-        what_if: Predicts variants of the step.
-        written: Settings that a remedy is added to in what to type; ``None`` for the step's.
-        limit_s: Seconds after which no prediction is started; a third is kept for several settings
-            together, which save the most.
-        refused: Arguments that the run has refused, which are not tried.
-
-    Returns:
-        The remedies, the cheapest first; `cheapest_that_fits` finds the one to take.
-    """
+    """Predict which settings lower the peak."""
     written = what_if.step.settings if written is None else written
     return _Search(what_if, written, limit_s, refused).run()
 

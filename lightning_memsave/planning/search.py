@@ -465,17 +465,7 @@ _NEITHER = ("stack", "budget", "monitor", "report", "predict")
 def search_for(
     what_if: WhatIf, exactness: Exactness, limit_s: float = math.inf, closed: Collection[str] = ()
 ) -> PlanSearch:
-    """Prepare a search with all arguments open that the step's settings leave to it.
-
-    Args:
-        what_if: Predicts variants of the step.
-        exactness: How far results may move.
-        limit_s: Seconds after which nothing more is predicted.
-        closed: Arguments of `MemSaveCallback` that stay off.
-
-    Returns:
-        The search. What is off in the step's settings because nobody named it is open.
-    """
+    """Prepare a search with all arguments open that the step's settings leave to it."""
     step = what_if.step
     defaults = step.make_callback().arguments
     fixed = {

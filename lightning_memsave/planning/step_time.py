@@ -44,18 +44,7 @@ _RECOMPUTED = 3
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What kernels reach on a device.
-
-    Args:
-        products: FLOP/s of products by type of the factors; ``"float32"`` at least.
-        attention: The same for fused attention.
-        memory_bytes: Bytes/s that other kernels read and write.
-        host_bytes: Bytes/s of copies from or to host memory.
-        launch_s: Seconds that an operator takes at least.
-        has_lanes: Whether copies from and to the host, and the host's own updates, run beside
-            kernels, on lanes of their own.
-        host_memory_bytes: Bytes/s that the host reads and writes.
-    """
+    """What kernels reach on a device."""
 
     products: Mapping[str, float]
     attention: Mapping[str, float]
@@ -67,15 +56,7 @@ class Rates:
 
     @classmethod
     def of_gpu(cls, throughput: Throughput, *, has_tf32: bool = False) -> Self:
-        """Estimate the rates of a GPU from its data sheet.
-
-        Args:
-            throughput: What the data sheet says.
-            has_tf32: Whether products in float32 may use TF32; torch's default is not to.
-
-        Returns:
-            The rates.
-        """
+        """Estimate the rates of a GPU from its data sheet."""
         best = {
             "float32": throughput.tf32 if has_tf32 else throughput.float32,
             "float16": throughput.float16,
@@ -109,14 +90,6 @@ class Rates:
         A part copies to the host while later ones compute; what it needs comes while earlier ones
         do. The host updates weights in backward once their gradients are there; after backward in
         forward order, and each part waits for its own.
-
-        Args:
-            parts: Seconds by phase and lane, as `lane_of` names them, of the parts of each pass,
-                one of `PASSES`, in the order in which they run; lanes of other passes are ignored.
-
-        Returns:
-            Seconds of all phases. What copies and the host take longer is in the last phase of the
-            pass that waits for it.
         """
         found = {phase: 0.0 for phases in PASSES.values() for phase in phases}
         in_pass = {
@@ -169,12 +142,7 @@ def lane_of(kernel: Kernel) -> Lane:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """An estimate of the time of a step.
-
-    Args:
-        by_phase: Seconds in ``"forward"``, ``"recomputation"``, ``"backward"`` and
-            ``"optimizer"``.
-    """
+    """An estimate of the time of a step."""
 
     by_phase: Mapping[str, float]
 
@@ -185,16 +153,7 @@ class StepTime:
 
 
 def step_time(work: Work, rates: Rates) -> StepTime:
-    """Estimate the time of a step: module after module, copies beside those that follow.
-
-    Args:
-        work: Its kernels, as `MemoryPrediction.work`.
-        rates: What the device reaches.
-
-    Returns:
-        The time. Use it as a ratio to that of another step on the same device: the level depends on
-        clock, driver and cooling.
-    """
+    """Estimate the time of a step: module after module, copies beside those that follow."""
     parts: dict[str, dict[str, dict[Lane, float]]] = {name: {} for name in PASSES}
     pass_of = {phase: name for name, phases in PASSES.items() for phase in phases}
     for kernel, count in work:
@@ -211,14 +170,7 @@ _NUM_UPDATED = 2**22
 
 
 def measure_rates(device: torch.device | str) -> Rates:
-    """Measure what kernels reach on a device of this machine, in a second or two.
-
-    Args:
-        device: A CPU or CUDA device.
-
-    Returns:
-        The rates, of kernels as large as those of a transformer with a width of 768.
-    """
+    """Measure what kernels reach on a device of this machine, in a second or two."""
     device = torch.device(device)
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         products = {
@@ -262,11 +214,7 @@ def measure_rates(device: torch.device | str) -> Rates:
 
 
 def host_memory_rate() -> float:
-    """Measure how fast this machine updates weights, in a fraction of a second.
-
-    Returns:
-        Bytes/s that torch's fused AdamW reads and writes, as `WorkCounter` counts them.
-    """
+    """Measure how fast this machine updates weights, in a fraction of a second."""
     weight = nn.Parameter(torch.ones(_NUM_UPDATED, device="cpu"))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)

@@ -37,20 +37,7 @@ NEAR = 0.1
 
 @dataclass(eq=False)  # the search compares candidates by their variant
 class Variant:
-    """A step with some settings on, for any choice of recomputed blocks.
-
-    Args:
-        changes: Arguments of `MemSaveCallback`.
-        exactness: Of the least exact of them.
-        beside: Those of them that are no techniques of their own but tried in several ways:
-            micro-batches, and what is on the host with what goes with it.
-        costs: Of its blocks; ``None`` if nothing is chosen about them.
-        prediction: Of the step as it is, where there is no choice.
-        seconds: Estimated, of that prediction.
-        weights_on_host: Bytes that weights and what belongs to them need there.
-        shown: How blocks were recomputed in what was recorded, if not in all ways as some of them
-            told enough.
-    """
+    """A step with some settings on, for any choice of recomputed blocks."""
 
     changes: Mapping[str, Any]
     exactness: Exactness

@@ -50,16 +50,7 @@ _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
 
 
 class Variants:
-    """Records variants of a step.
-
-    Args:
-        what_if: Predicts them whole.
-        open_arguments: Arguments of `MemSaveCallback` that may be chosen.
-        exactness: How far results may move.
-        rates: What the device reaches.
-        limit_s: Seconds after which nothing more is recorded.
-        details: Given for what may be chosen, such as ``blocks``.
-    """
+    """Records variants of a step."""
 
     def __init__(
         self,
@@ -180,12 +171,7 @@ class Variants:
         return self._record([])
 
     def all(self) -> list[Variant]:
-        """Record the variants that are worth a choice.
-
-        Returns:
-            Everything on that helps; this with smaller and smaller micro-batches; this without each
-            of its settings; what is more exact; and nothing on.
-        """
+        """Record the variants that are worth a choice."""
         chosen = self._helpful()
         found = [self.unchanged(), self._record(chosen)]
         if self._is_full(found[-1]):
@@ -201,15 +187,7 @@ class Variants:
         return list(by_changes.values())
 
     def on_host(self, *, in_parts: bool) -> Iterator[Variant]:
-        """Record variants with something in the memory of the host, beside everything that helps.
-
-        Args:
-            in_parts: Whether to do so with micro-batches, or with whole batches.
-
-        Yields:
-            Those that are possible, the least moved first; none on a CPU. In parts, only those that
-            leave the least on the device.
-        """
+        """Record variants with something in host memory, beside everything that helps."""
         if OFFLOAD not in self._open or self.what_if.device == "cpu":
             return
         chosen = self._helpful()
@@ -245,16 +223,7 @@ class Variants:
     def without_each(
         self, variant: Variant, is_worth_it: Callable[[Mapping[str, Any]], bool]
     ) -> Iterator[Variant]:
-        """Record a variant without each setting that a plan is better without.
-
-        Args:
-            variant: What there is so far.
-            is_worth_it: Says of the changes that are left whether to record them.
-
-        Yields:
-            What is left without one that changes results, the least exact first, and then without
-            one after which a batch that ran out of memory cannot be repeated.
-        """
+        """Record a variant without each setting that a plan is better without."""
         beside = variant.beside
         on = self._on_in(variant)
         unwanted = [c for c in on if exactness_of(c).rank or not c.changes.keys().isdisjoint(FINAL)]
@@ -281,15 +250,7 @@ class Variants:
         return [c for c in self._options() if c.changes.items() <= changes]
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        """Predict a plan whole.
-
-        Args:
-            variant: What is on in it.
-            kinds: How each block is recomputed, or `KEEP`.
-
-        Returns:
-            The prediction; ``None`` if the model cannot do it, or there is no time left.
-        """
+        """Predict a plan whole."""
         changes = dict(variant.changes)
         if variant.costs is not None:
             changes[RECOMPUTED] = value_of(kinds)

@@ -23,12 +23,7 @@ _IDS_NDIM = 2  # token ids: (samples, tokens)
 
 @dataclass(frozen=True, slots=True)
 class SequenceAxis:
-    """The axis of a batch's tensors that holds the sequence.
-
-    Args:
-        axis: Index of the axis.
-        length: Its length in tokens.
-    """
+    """The axis of a batch's tensors that holds the sequence."""
 
     axis: int
     length: int
@@ -36,12 +31,6 @@ class SequenceAxis:
 
 def sample_count(batch: Any) -> int | None:
     """Return the batch size shared by all tensors; other objects are ignored.
-
-    Args:
-        batch: Tensors in any nesting.
-
-    Returns:
-        The first dimension of all tensors; ``None`` if they differ or there is none.
 
     Example:
         >>> sample_count({"x": torch.zeros(4, 2), "columns": ("a", "b")})
@@ -55,13 +44,6 @@ def with_samples(batch: Any, num_samples: int) -> Any:
     """Return the batch with another number of samples, repeating them as needed.
 
     Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
-
-    Args:
-        batch: A batch with a `sample_count`.
-        num_samples: At least 1.
-
-    Returns:
-        The same nesting; lists with one entry per sample are resized too.
 
     Example:
         >>> with_samples([torch.tensor([7, 8, 9]), ["a", "b", "c"]], 4)
@@ -80,17 +62,6 @@ def with_samples(batch: Any, num_samples: int) -> Any:
 
 def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
     """Find the sequence axis.
-
-    Args:
-        batch: Tensors in any nesting.
-        axis: Index of the axis, in the first tensor that has it; ``None`` to find token ids, which
-            are integers of shape (samples, tokens).
-
-    Returns:
-        The axis; ``None`` if there are no token ids, or ids of several lengths.
-
-    Raises:
-        ConfigurationError: If no tensor has such an axis.
 
     Example:
         >>> find_sequence({"input_ids": torch.zeros(8, 128, dtype=torch.long)})
@@ -114,13 +85,6 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
 def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
     """Find the axis whose length is one that the model attends to.
 
-    Args:
-        batch: Tensors in any nesting.
-        lengths: Lengths to look for, in order of preference.
-
-    Returns:
-        The axis; ``None`` if no tensor has one.
-
     Example:
         >>> find_axis([torch.zeros(8, 256, 64), torch.zeros(8)], [256])
         SequenceAxis(axis=1, length=256)
@@ -137,15 +101,6 @@ def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
     """Return the batch with another sequence length, repeating tokens as needed.
 
     Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
-
-    Args:
-        batch: Tensors in any nesting.
-        sequence: Result of `find_sequence`.
-        length: At least 1.
-
-    Returns:
-        The same nesting. In each tensor, all axes from ``sequence.axis`` on with the old length
-        are resized: a mask of shape (samples, 1, tokens, tokens) has two.
 
     Example:
         >>> ids = torch.arange(4).view(1, 4)

@@ -18,14 +18,7 @@ from lightning_memsave.trainer.trainer import package_of
 
 @dataclass(frozen=True)
 class FitStart:
-    """What is known before the first batch of a fit.
-
-    Args:
-        module: The LightningModule on fake tensors, after the hooks up to ``on_fit_start``.
-        optimizers: Its optimizers.
-        problems: What `MemSaveCallback` refuses.
-        failure: Why the fit did not start, in one line; empty if it did.
-    """
+    """What is known before the first batch of a fit."""
 
     module: Any
     optimizers: Sequence[Optimizer] = ()
@@ -39,19 +32,7 @@ class FitStart:
 
 
 def start_fit(step: TrainingStep, fakes: FakeTensors, *, with_callback: bool) -> FitStart:
-    """Start a fit, and end it before its first batch.
-
-    Args:
-        step: The training step; its batch is not needed.
-        fakes: Copies modules to fake tensors.
-        with_callback: Whether `MemSaveCallback` takes part, with the settings of the step.
-
-    Returns:
-        What is known then; also if code of the module fails, which may need its data.
-
-    Raises:
-        MemsaveError: If the module cannot be constructed or copied.
-    """
+    """Start a fit, and end it before its first batch."""
     module = step.build_module(fakes)
     package = package_of(module)
     arguments, trainer_arguments, _ = simulated_arguments(step, package)

@@ -13,14 +13,7 @@ NUM_LARGEST = 50
 
 
 class Peaks:
-    """The peaks of a recording, over all its batches.
-
-    Args:
-        recording: Allocations and frees of the simulated steps.
-        extra: Category and bytes of memory that is held throughout and not in the recording.
-        workspaces: Bytes of cuBLAS workspaces, in order of the threads that run matrix products.
-        has_run: Whether the model has run before the first batch, without a backward pass.
-    """
+    """The peaks of a recording, over all its batches."""
 
     def __init__(
         self,
@@ -149,11 +142,7 @@ class Peaks:
         return StepTrace(tuple(storages), (*there, *changes), (*before, *places))
 
     def changes(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the requests to an allocator.
-
-        Yields:
-            Id of a storage, and its change in bytes, negative when freed.
-        """
+        """Iterate over the requests to an allocator."""
         places: dict[int, list[tuple[int, int]]] = {}
         num_others = len(self.blocks) - len(self._workspace_places)
         firsts = [*[0] * num_others, *self._workspace_places]
@@ -191,15 +180,7 @@ def peak_bytes(recording: Recording) -> int:
 
 
 def room_for_gradients(recording: Recording, taken: Sequence[tuple[int, int]]) -> int:
-    """Return how many bytes of gradients could stay on the device without a higher peak.
-
-    Args:
-        recording: Steps in which complete gradients move to the host until backward has ended.
-        taken: Gradients of the last step in order: number of events before, and bytes.
-
-    Returns:
-        Bytes of the last gradients. Updates after backward are left out of account.
-    """
+    """Return how many bytes of gradients could stay on the device without a higher peak."""
     levels = list(itertools.accumulate(event.change for event in recording.events))
     peak = max(levels, default=0)
     highest = kept = 0

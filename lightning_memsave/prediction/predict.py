@@ -73,25 +73,7 @@ def summarise(
     context_bytes: int = 0,
     pageable_bytes: int = 0,
 ) -> MemoryPrediction:
-    """Build a `MemoryPrediction` from a `Recording`.
-
-    Args:
-        recording: Allocations and frees of the simulated steps.
-        device: ``"cuda"`` or ``"cpu"``; for CUDA the caching allocator is simulated too.
-        model: Class name of the module.
-        extra: Category and bytes of memory that is held throughout and not in the recording.
-        workspaces: Bytes of each cuBLAS workspace.
-        has_run: Whether the model has run before the first batch.
-        settings: Name and value of each setting.
-        ineffective: Name of each setting without effect, and its value with the reason.
-        assumptions: Assumptions of the prediction, one line each.
-        guesses: Guessed values of tensors, one line each.
-        context_bytes: Bytes of the CUDA context.
-        pageable_bytes: As in `MemoryPrediction`.
-
-    Returns:
-        The prediction.
-    """
+    """Build a `MemoryPrediction` from a `Recording`."""
     peaks = Peaks(recording, extra, workspaces, has_run=has_run)
     blocks: dict[str, Any] = {}
     if device == "cuda":
@@ -158,20 +140,6 @@ _NOTHING_TO_TRAIN = "optimizer got an empty parameter list"
 
 def predict(step: TrainingStep) -> MemoryPrediction:
     """Predict the peak memory of a training step.
-
-    Args:
-        step: The step to predict.
-
-    Returns:
-        The prediction.
-
-    Raises:
-        ConfigurationError: If the module or the batch cannot be constructed or copied, or the
-            module has no trainable parameter.
-        KeyboardInterrupt: If the user interrupts it.
-        MemsaveError: If settings are incompatible with the module.
-        SystemExit: If the module's code exits the process.
-        TimeoutError: If it takes longer than ``time_limit_s``.
 
     Note:
         Exceptions of the module's own code propagate, with a note.
@@ -362,15 +330,7 @@ def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
 def simulated_arguments(
     step: TrainingStep, package: ModuleType
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Choose the arguments with which a step is simulated on the CPU.
-
-    Args:
-        step: The step.
-        package: ``lightning.pytorch`` or ``pytorch_lightning``.
-
-    Returns:
-        The arguments of `MemSaveCallback`, those of the Trainer, and the assumptions in them.
-    """
+    """Choose the arguments with which a step is simulated on the CPU."""
     arguments = {**step.arguments, "monitor": False, "report": False, "predict": False}
     arguments["eval_micro_batch_size"] = None  # only training steps are simulated
     assumptions = []

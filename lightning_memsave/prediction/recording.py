@@ -46,15 +46,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 @dataclass(slots=True)
 class Event:
-    """A change of a storage's size.
-
-    Args:
-        storage: The storage; its category may still change after the event.
-        change: Change in bytes, negative when freed.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        module: Name of the running module.
-        op: The last operator.
-    """
+    """A change of a storage's size."""
 
     storage: LiveStorage
     change: int
@@ -65,13 +57,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """One module of a recording.
-
-    Args:
-        name: Its name in ``named_modules()``.
-        class_name: Name of its class.
-        num_parameters: Elements of its own parameters; tied ones count for the first module.
-    """
+    """One module of a recording."""
 
     name: str
     class_name: str
@@ -80,20 +66,7 @@ class ModuleInfo:
 
 @dataclass(slots=True)
 class Recording:
-    """Allocations and frees of training steps.
-
-    Args:
-        modules: All modules, in the order of ``named_modules()``.
-        events: Changes of storages in order, beginning with those alive before the first batch.
-        batch_ends: Number of events at the end of each batch.
-        host_bytes: Peak bytes that techniques kept on the host.
-        kept_gradient_bytes: Bytes of gradients that wait on the device in the last step, and in a
-            fit may do so.
-        first_products: Number of events before the workspace of the first matrix product of a
-            phase, ``"forward"`` or ``"backward"``, each of which runs in a thread of its own.
-        has_loss: Whether each batch had a loss; true for manual optimization.
-        work: The kernels of the last optimizer step.
-    """
+    """Allocations and frees of training steps."""
 
     modules: tuple[ModuleInfo, ...] = ()
     events: list[Event] = field(default_factory=list)
@@ -115,12 +88,6 @@ class StepProfile(LiveTensors):
     In the forward pass a storage belongs to the innermost running module. In backward it belongs
     to the module whose forward created the running node of the autograd graph, found by the node's
     sequence number. Gradients and optimizer state belong to the owner of their parameter.
-
-    Args:
-        module: As for `LiveTensors`.
-        optimizers: As for `LiveTensors`.
-        device: As for `LiveTensors`.
-        deadline_s: `processor_time_s` from which on each new tensor raises ``TimeoutError``.
     """
 
     def __init__(

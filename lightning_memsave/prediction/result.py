@@ -22,15 +22,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class ModuleMemory:
-    """Memory of one module at the peak, without its submodules.
-
-    Args:
-        name: Its name in ``module.named_modules()``; empty for the root.
-        class_name: Name of its class.
-        num_parameters: Elements of its own parameters.
-        memory: Bytes at the peak of its parameters, their gradients and optimizer state, and of
-            activations and temporaries that its own code allocated.
-    """
+    """Memory of one module at the peak, without its submodules."""
 
     name: str
     class_name: str
@@ -40,17 +32,7 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
-    """One storage alive at the peak.
-
-    Args:
-        category: As in `MemoryBreakdown`, for example ``"activation"``.
-        num_bytes: Its size in bytes.
-        module: Name of the module whose code allocated it, or that owns it.
-        op: The operator that allocated it, such as ``"aten.mm"``; empty if older than the step.
-        phase: Phase in which it was allocated: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        shape: Shape of its first tensor.
-        dtype: Type of its first tensor, such as ``"float32"``.
-    """
+    """One storage alive at the peak."""
 
     category: str
     num_bytes: int
@@ -63,13 +45,7 @@ class TensorMemory:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Live bytes through one training step.
-
-    Args:
-        phases: The phase at each point, in order.
-        by_category: Bytes at each point, for each category.
-        peak_index: Index of the point with the largest sum.
-    """
+    """Live bytes through one training step."""
 
     phases: tuple[str, ...] = ()
     by_category: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -83,15 +59,7 @@ _EXPANDABLE = ": try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True, slots=True)
 class GpuFit:
-    """Whether a predicted step fits a GPU.
-
-    Args:
-        gpu: The GPU.
-        needed_bytes: Smallest GPU memory that the step runs with, including the CUDA context.
-        tensor_bytes: Bytes of tensors and CUDA context, without gaps between allocator blocks.
-        used_bytes: Bytes that the process uses on a GPU with enough memory.
-        pageable_bytes: Those of ``needed_bytes`` that may be in host memory instead.
-    """
+    """Whether a predicted step fits a GPU."""
 
     gpu: Gpu
     needed_bytes: int
@@ -133,11 +101,7 @@ class GpuFit:
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON.
-
-        Returns:
-            ``name``, ``total_bytes``, ``needed_bytes``, ``spare_bytes``, ``fits`` and ``note``.
-        """
+        """Convert to plain values for JSON."""
         return {
             "name": self.gpu.name,
             "total_bytes": self.gpu.total_bytes,

@@ -39,19 +39,7 @@ _END_HOOKS = ("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown", "o
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """Settings of a simulated fit.
-
-    Args:
-        package: ``lightning.pytorch`` or ``pytorch_lightning``.
-        accumulate_grad_batches: Batches per optimizer step.
-        num_batches: Batches per epoch, for learning-rate schedules.
-        trainer_arguments: Further arguments of the Trainer.
-        is_running: Whether the module is in a fit: ``setup`` and ``configure_model`` have been
-            called already.
-        has_started: Whether all hooks before the first batch have.
-        emulation: Context around the fit, such as the emulation of CUDA's kernels.
-        deadline_s: `processor_time_s` at which to abort; ``None`` for never.
-    """
+    """Settings of a simulated fit."""
 
     package: ModuleType
     accumulate_grad_batches: int = 1
@@ -67,19 +55,6 @@ def simulate_steps(
     pl_module: Any, batch: Any, callbacks: Sequence[Any], settings: SimulationSettings
 ) -> Recording:
     """Train two optimizer steps on fake tensors, or `MAX_STEPS`, and record live memory.
-
-    Args:
-        pl_module: A LightningModule on fake tensors, used for this simulation only.
-        batch: A batch of fake tensors.
-        callbacks: Callbacks of the Trainer, used for this simulation only.
-        settings: Settings of the fit.
-
-    Returns:
-        The recording.
-
-    Raises:
-        ConfigurationError: If no batch is trained on, or the optimizer's memory depends on values.
-        TimeoutError: If the deadline passes.
 
     Note:
         Call it inside `fake_tensors`. Exceptions of the module's own code propagate.
@@ -106,14 +81,6 @@ def simulate_start(
     pl_module: Any, callbacks: Sequence[Any], settings: SimulationSettings
 ) -> list[torch.optim.Optimizer]:
     """Start a fit on fake tensors, and end it before the first batch.
-
-    Args:
-        pl_module: A LightningModule on fake tensors, used for this simulation only.
-        callbacks: Callbacks of the Trainer, used for this simulation only.
-        settings: Settings of the fit.
-
-    Returns:
-        The optimizers.
 
     Note:
         Call it inside `fake_tensors`. Exceptions of the module's own code propagate.

@@ -12,15 +12,7 @@ _ALIGNMENT = 512
 
 @dataclass(slots=True)
 class Origin:
-    """Module, operator and phase that allocated a storage.
-
-    Args:
-        module: Name of the module whose code allocated it, or that owns it.
-        op: The operator that allocated it; empty for tensors older than the recording.
-        phase: Phase in which it was allocated.
-        shape: Shape of its first tensor.
-        dtype: Type of its first tensor.
-    """
+    """Module, operator and phase that allocated a storage."""
 
     module: str = ""
     op: str = ""
@@ -31,29 +23,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """Allocations and frees of one step.
-
-    Args:
-        storages: Category and origin of all storages that were ever alive.
-        changes: Index in ``storages`` and change in bytes (negative when freed), in order,
-            beginning with those alive before the step.
-        places: For each change, the phase and the name of the module that runs; both empty for what
-            was alive before the step.
-    """
+    """Allocations and frees of one step."""
 
     storages: tuple[tuple[str, Origin], ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
     places: tuple[tuple[str, str], ...] = ()
 
     def to_snapshot(self) -> dict[str, Any]:
-        """Convert it to the format of ``torch.cuda.memory._snapshot``.
-
-        Returns:
-            ``device_traces`` and ``segments`` of one device.
-
-        Raises:
-            ConfigurationError: If there are no changes.
-        """
+        """Convert it to the format of ``torch.cuda.memory._snapshot``."""
         if not self.changes:
             raise ConfigurationError(
                 "The prediction has no events to write: it was read from JSON. Predict again with "

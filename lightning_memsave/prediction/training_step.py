@@ -34,15 +34,7 @@ _DEFAULT_PRECISION = ("32", "32-true")
 
 @dataclass(frozen=True)
 class RunningFit:
-    """Facts about a fit that is already running.
-
-    Args:
-        num_batches: Batches per epoch, for learning-rate schedules.
-        other_bytes: Memory held throughout the fit that the simulation does not allocate, such as
-            the buffers of a strategy.
-        has_started: Whether hooks such as ``on_fit_start`` have been called, not only ``setup``.
-        num_processes: Processes that train together, one per GPU.
-    """
+    """Facts about a fit that is already running."""
 
     num_batches: int = 1000
     other_bytes: int = 0
@@ -52,29 +44,7 @@ class RunningFit:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step to predict: model, batch, settings and device.
-
-    Args:
-        model: A LightningModule, any other module, or a function without arguments that returns
-            one; ``None`` if only the parameters are known, which cannot be predicted.
-        batch: A batch, in any nesting, real or on the meta device, or a function that returns one;
-            ``None`` if there is none yet.
-        make_callback: Constructs a `MemSaveCallback` from its arguments.
-        settings: Arguments of `MemSaveCallback` by name.
-        optimizer: Constructs the optimizer from the parameters, for modules that are not a
-            LightningModule; ``None`` for AdamW.
-        loss: Computes the loss from output and batch, for modules that are not a LightningModule.
-        trainer_arguments: Arguments of the Trainer.
-        device: Device whose kernels are assumed, ``"cuda"`` or ``"cpu"``.
-        gpu: The GPU to predict for; ``None`` for any with compute capability 8.0.
-        attention: CUDA's attention kernel; ``None`` for torch's own choice.
-        time_limit_s: Abort a prediction after this many seconds; ``None`` for no limit.
-        fit: The running fit that the step belongs to; ``None`` before a fit.
-        change: Changes the copy of the module before the step, such as the number of its blocks.
-
-    Raises:
-        ConfigurationError: If an argument is invalid.
-    """
+    """A training step to predict: model, batch, settings and device."""
 
     model: nn.Module | Callable[[], nn.Module] | None
     batch: Any
@@ -158,17 +128,7 @@ class TrainingStep:
         return DETERMINISTIC_WORKSPACE if self.trainer_arguments.get("deterministic") else None
 
     def build_module(self, fakes: FakeTensors) -> Any:
-        """Build the LightningModule on fake tensors; a plain module is wrapped in one.
-
-        Args:
-            fakes: Copies modules and batches to fake tensors.
-
-        Returns:
-            The LightningModule.
-
-        Raises:
-            ConfigurationError: If it cannot be constructed or copied.
-        """
+        """Build the LightningModule on fake tensors; a plain module is wrapped in one."""
         module = self.model if isinstance(self.model, nn.Module) else _make(self.model)
         if module is self.model:
             trainer = getattr(module, "_trainer", None)
@@ -178,17 +138,7 @@ class TrainingStep:
         return module if is_lightning(module) else wrap(module, self.optimizer, self.loss)
 
     def build(self, fakes: FakeTensors) -> tuple[Any, Any]:
-        """Build the LightningModule and the batch on fake tensors.
-
-        Args:
-            fakes: Copies modules and batches to fake tensors.
-
-        Returns:
-            The LightningModule and the batch.
-
-        Raises:
-            ConfigurationError: If either cannot be constructed or copied, or the batch is empty.
-        """
+        """Build the LightningModule and the batch on fake tensors."""
         fake_module, batch = self.build_module(fakes), self.batch
         if inspect.isroutine(batch):
             with real_tensors():
@@ -210,15 +160,7 @@ class TrainingStep:
 
 
 def as_code(make_callback: Callable[..., Any], settings: Mapping[str, Any]) -> str:
-    """Format settings as Python code.
-
-    Args:
-        make_callback: Constructs a `MemSaveCallback`.
-        settings: Its arguments by name.
-
-    Returns:
-        For example ``MemSaveCallback(stack="off", optimizer="8bit")``; defaults are omitted.
-    """
+    """Format settings as Python code."""
     shown = changed_arguments(make_callback, settings)
     return f"MemSaveCallback({', '.join(f'{n}={_quoted(v)}' for n, v in shown.items())})"
 

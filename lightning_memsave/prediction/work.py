@@ -40,21 +40,7 @@ _LAUNCHES_OF_8BIT = 8
 
 
 class Kernel(NamedTuple):
-    """A kernel.
-
-    Args:
-        phase: Where it runs.
-        kind: What it does; everything without FLOP of products is ``"elementwise"``, or ``"host"``
-            where the host does it.
-        dtype: Type of its second tensor, a factor if it is a product, such as ``"bfloat16"``.
-        flop: Floating-point operations of products.
-        num_bytes: Bytes that it reads and writes.
-        num_launches: As many operators take as long to launch; for a long list of tensors not
-            rounded up, so that launches of parts add up.
-        module: Name of the module that runs it, or of whose forward pass it is the backward pass;
-            empty in the optimizer.
-        num_tensors: Of a list.
-    """
+    """A kernel."""
 
     phase: Phase
     kind: Kind
@@ -73,12 +59,7 @@ def launches_of(num_tensors: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The kernels of a training step.
-
-    Args:
-        kernels: Each with how often it runs: a fraction, if fewer batches were recorded than are
-            trained on.
-    """
+    """The kernels of a training step."""
 
     kernels: tuple[tuple[Kernel, float], ...] = ()
 
@@ -123,16 +104,7 @@ class WorkCounter:
         in_step: bool,
         module_of: Callable[[Phase], str] = lambda phase: "",
     ) -> None:
-        """Count an operator.
-
-        Args:
-            func: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            result: Its result.
-            in_step: Whether an optimizer steps.
-            module_of: Names the module for a phase other than the optimizer.
-        """
+        """Count an operator."""
         traits = _traits_of(func)
         if not traits.has_kernel:
             return
@@ -246,14 +218,7 @@ def _traits_of(func: Any) -> _Traits:
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:
-    """Find torch's formula for the FLOP of an operator, also of one that works in place.
-
-    Args:
-        func: The operator.
-
-    Returns:
-        A function of its arguments and ``out_val``; ``None`` if it has none.
-    """
+    """Find torch's formula for the FLOP of an operator, also of one that works in place."""
     namespace, _, name = func._schema.name.partition("::")
     operators = getattr(torch.ops, namespace)
     for known in (name, name.removesuffix("_"), name.replace("_for_cpu", "")):

@@ -44,16 +44,7 @@ def installed_package() -> Any:
 
 
 def wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
-    """Wrap a module in a LightningModule that trains it.
-
-    Args:
-        module: The module; it is called with the items of the batch.
-        optimizer: Constructs the optimizer from the parameters; ``None`` for AdamW.
-        loss: Computes the loss from output and batch; ``None`` uses the one in the output.
-
-    Returns:
-        The LightningModule.
-    """
+    """Wrap a module in a LightningModule that trains it."""
     package: Any = installed_package()
 
     class Wrapped(_Wrapper, package.LightningModule):  # type: ignore[misc]
@@ -90,16 +81,7 @@ def _checked_loss(found: Any) -> Any:
 
 
 def unwrap(prediction: MemoryPrediction, module: nn.Module, has_loss: bool) -> MemoryPrediction:
-    """Remove the wrapper from the module names of a prediction.
-
-    Args:
-        prediction: The prediction.
-        module: What it is of: a module from `wrap`, or any other LightningModule.
-        has_loss: Whether the user passed a loss to `wrap`.
-
-    Returns:
-        The prediction for the model itself.
-    """
+    """Remove the wrapper from the module names of a prediction."""
     if not isinstance(module, _Wrapper):
         return prediction
 

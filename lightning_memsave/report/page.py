@@ -37,14 +37,7 @@ CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A table of texts, in which backticks mark code.
-
-    Args:
-        title: Its heading.
-        columns: Headers.
-        rows: Texts of each row, one for each column.
-        sizes: Bytes of each row, drawn as a bar after the first two columns; ``None`` for no bar.
-    """
+    """A table of texts, in which backticks mark code."""
 
     title: str
     columns: tuple[str, ...]
@@ -54,17 +47,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """A point of `PageFrontier`.
-
-    Args:
-        device_bytes: What the device must have.
-        time_ratio: Time of a step over that of the unchanged one.
-        exactness: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-        how: What to type.
-        is_verified: Whether the whole step was predicted; otherwise the bytes are estimated.
-        fits: Whether it fits the budget.
-        is_chosen: Whether it is the plan.
-    """
+    """A point of `PageFrontier`."""
 
     device_bytes: int
     time_ratio: float
@@ -77,13 +60,7 @@ class PagePlan:
 
 @dataclass(frozen=True, slots=True)
 class PageFrontier:
-    """Plans, drawn as memory against time.
-
-    Args:
-        plans: The plans, the fastest first.
-        budget_bytes: What the chosen one was to fit, drawn as a line.
-        unchanged_bytes: What the device must have for the unchanged step.
-    """
+    """Plans, drawn as memory against time."""
 
     plans: tuple[PagePlan, ...]
     budget_bytes: int

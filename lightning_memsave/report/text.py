@@ -40,20 +40,7 @@ def rich_prediction(
     max_depth: int | None = 2,
     max_tensors: int = 10,
 ) -> Group:
-    """Render a prediction: memory needed, GPUs it fits, categories, phases and modules.
-
-    Args:
-        prediction: The prediction.
-        fits: How it fits GPUs.
-        max_depth: Levels of the tree of modules; ``None`` for all.
-        max_tensors: Lines of the table of the largest tensors.
-
-    Returns:
-        Texts and tables, for a rich console.
-
-    Raises:
-        ConfigurationError: If ``max_depth`` or ``max_tensors`` is negative.
-    """
+    """Render a prediction: memory needed, GPUs it fits, categories, phases and modules."""
     if max_tensors < 0:
         raise ConfigurationError(
             f"`max_tensors={max_tensors}` is not valid: it must be at least 0. Use 0 for no table."

@@ -49,15 +49,7 @@ class _Node(Generic[RowT]):
 
 @dataclass(frozen=True, slots=True)
 class ModuleLine:
-    """One line of a tree: a module or equal blocks, submodules included.
-
-    Args:
-        depth: Levels below the whole model.
-        label: Last part of its name, such as ``"mlp"``, or ``"0-11"`` of equal blocks.
-        class_name: Such as ``"12 x Block"``; empty if there are several.
-        num_parameters: Elements of its parameters.
-        memory: Bytes at the peak.
-    """
+    """One line of a tree: a module or equal blocks, submodules included."""
 
     depth: int
     label: str
@@ -72,17 +64,6 @@ def module_lines(
     """Arrange the modules as a tree, submodules included, largest first.
 
     Equal neighbours in a list share a line.
-
-    Args:
-        modules: Those of a `MemoryPrediction`.
-        max_depth: Levels below the whole; ``None`` for all.
-        min_share: Modules with a smaller share of the whole are summed up in one line.
-
-    Returns:
-        The lines from top to bottom.
-
-    Raises:
-        ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
     """
     own = {module.name: replace(module, class_name="") for module in modules}
     builder = _TreeBuilder[ModuleMemory](
@@ -127,19 +108,7 @@ def module_tree(
 def parameter_tree(
     table: ParameterTable, *, max_depth: int | None = None, min_share: float = 0.005
 ) -> Group:
-    """Make a table of the parameters by module, equal blocks in one line, largest first.
-
-    Args:
-        table: The parameters.
-        max_depth: Levels below the whole; ``None`` for all.
-        min_share: Modules with a smaller share of all parameters are summed up in one line.
-
-    Returns:
-        A line with the totals and a table, for a rich console.
-
-    Raises:
-        ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
-    """
+    """Make a table of the parameters by module, equal blocks in one line, largest first."""
     builder = _TreeBuilder[ModuleParameters](
         size_of=lambda row: row.num_parameters,
         kind_of=lambda row: (row.class_name, row.num_parameters, row.num_bytes, row.num_trainable),

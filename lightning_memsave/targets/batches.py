@@ -33,15 +33,7 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a batch.
-
-    Args:
-        dtype: Type of its elements.
-        shape: Sizes; the first one is the number of samples.
-        upper_bound: Exclusive upper bound of integers, such as the rows of an embedding; by default
-            integers are 0 or 1.
-        lower_bound: Inclusive lower bound of integers.
-    """
+    """One tensor of a batch."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,14 +41,7 @@ class TensorSpec:
     lower_bound: int = 0
 
     def build(self, generator: torch.Generator | None = None) -> Tensor:
-        """Make the tensor with random values; a fake one under a ``FakeTensorMode``.
-
-        Args:
-            generator: Random generator.
-
-        Returns:
-            A tensor on the CPU.
-        """
+        """Make the tensor with random values; a fake one under a ``FakeTensorMode``."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
             dtype = self.dtype if self.dtype.itemsize > 1 else torch.float32
             made = torch.randn(self.shape, dtype=dtype, generator=generator, device="cpu")
@@ -81,10 +66,6 @@ class TensorSpec:
 class BatchSpec:
     """A batch as dtypes and shapes.
 
-    Args:
-        structure: `TensorSpec` in any nesting of mappings, lists and tuples; other objects are
-            passed on unchanged.
-
     Example:
         >>> spec = parse_batch("x=float32[8,16],y=int64[8]<10")
         >>> {name: tuple(tensor.shape) for name, tensor in spec.build().items()}
@@ -96,14 +77,7 @@ class BatchSpec:
     structure: Any
 
     def build(self, seed: int = 0) -> Any:
-        """Make the batch; on fake tensors under a ``FakeTensorMode``.
-
-        Args:
-            seed: Seed of the random values; global random states are not used.
-
-        Returns:
-            Tensors on the CPU in the same nesting.
-        """
+        """Make the batch; on fake tensors under a ``FakeTensorMode``."""
         generator = torch.Generator().manual_seed(seed)
         return _map(self.structure, lambda spec: spec.build(generator))
 
@@ -127,17 +101,7 @@ class BatchSpec:
 
 
 def parse_sizes(text: object) -> tuple[int, ...] | None:
-    """Parse sizes such as ``"8x512"``.
-
-    Args:
-        text: The user's description of a batch.
-
-    Returns:
-        The sizes; ``None`` for other descriptions.
-
-    Raises:
-        ConfigurationError: If a size is not a whole number of at least 1.
-    """
+    """Parse sizes such as ``"8x512"``."""
     if isinstance(text, int) and not isinstance(text, bool):
         text = str(text)
     if not isinstance(text, str) or not _SIZES.fullmatch(text.strip()):
@@ -147,19 +111,7 @@ def parse_sizes(text: object) -> tuple[int, ...] | None:
 
 
 def parse_batch(batch: Any) -> BatchSpec:
-    """Parse a batch that is described tensor by tensor.
-
-    Args:
-        batch: A string such as ``"x=float32[8,3,224,224],y=int64[8]"``,
-            ``"float32[8,10],int64[8]"`` for a tuple, or JSON; or strings of single tensors such as
-            ``"int64[8,512]<50257"``, tensors and `TensorSpec` in any nesting.
-
-    Returns:
-        The batch.
-
-    Raises:
-        ConfigurationError: If a tensor cannot be parsed, or has an invalid size.
-    """
+    """Parse a batch that is described tensor by tensor."""
     if isinstance(batch, BatchSpec):
         return batch
     structure = _parse_text(batch) if isinstance(batch, str) else _parse_nested(batch)
@@ -169,17 +121,7 @@ def parse_batch(batch: Any) -> BatchSpec:
 
 
 def checked(spec: TensorSpec) -> TensorSpec:
-    """Check that a tensor can be built, and return its spec.
-
-    Args:
-        spec: The tensor.
-
-    Returns:
-        The same spec.
-
-    Raises:
-        ConfigurationError: If it has no or too many elements, or no integer is within its bounds.
-    """
+    """Check that a tensor can be built, and return its spec."""
     if any(size < 1 for size in spec.shape):
         raise ConfigurationError(
             f"`{spec}` has a size below 1. Use whole numbers of at least 1 for all sizes."
@@ -282,15 +224,7 @@ def _leaves(value: Any) -> Any:
 
 
 def find_hugging_face_model(module: nn.Module) -> Any:
-    """Find a Hugging Face model in a module.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The outermost one with a known task, such as that inside a wrapper of PEFT; else the
-        outermost one; ``None`` if there is none.
-    """
+    """Find a Hugging Face model in a module."""
     found = [
         part
         for part in module.modules()
@@ -300,20 +234,7 @@ def find_hugging_face_model(module: nn.Module) -> Any:
 
 
 def batch_of(sizes: tuple[int, ...], model: Any) -> dict[str, TensorSpec]:
-    """Describe the training batch of a Hugging Face model.
-
-    Args:
-        sizes: Samples x tokens, or samples x channels x height x width for images; samples x
-            choices x tokens for multiple choice; sequence-to-sequence models accept the tokens of
-            the labels as a third size.
-        model: The model, on real or fake tensors.
-
-    Returns:
-        Inputs and labels by name.
-
-    Raises:
-        ConfigurationError: If its task is not known, or the sizes do not fit it.
-    """
+    """Describe the training batch of a Hugging Face model."""
     name, task = type(model).__name__, _task_of(model)
     if task is None or model.main_input_name not in ("input_ids", "pixel_values"):
         raise ConfigurationError(

@@ -19,13 +19,7 @@ _PLACES = ("state_dict", "model_state_dict", "model", "module")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Contents of a checkpoint.
-
-    Args:
-        tensors: Fake tensors by name; tied ones share a storage.
-        hyper_parameters: Arguments that Lightning saved.
-        class_name: Class of the model, if LightningCLI saved it.
-    """
+    """Contents of a checkpoint."""
 
     tensors: Mapping[str, Tensor]
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -33,18 +27,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint without loading its weights.
-
-    Args:
-        path: A file of Lightning, ``torch.save`` or safetensors.
-
-    Returns:
-        Its contents.
-
-    Raises:
-        ConfigurationError: If it cannot be read, has objects whose loading could run code, or has
-            no tensors.
-    """
+    """Read a checkpoint without loading its weights."""
     if path.suffix == ".safetensors":
         return Checkpoint(_read_safetensors(path))
     # Under this mode no tensor data is read or allocated.
@@ -80,20 +63,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def load_without_code(
     path: Path, *, if_code: str, if_unreadable: str, map_location: str | None = None
 ) -> Any:
-    """Load a file of torch without running code in it.
-
-    Args:
-        path: The file.
-        if_code: Remedy if it has objects whose loading could run code.
-        if_unreadable: Remedy if it cannot be read.
-        map_location: As for ``torch.load``.
-
-    Returns:
-        The loaded object.
-
-    Raises:
-        ConfigurationError: If it cannot be loaded without running code, or cannot be read.
-    """
+    """Load a file of torch without running code in it."""
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     # Other files raise exceptions of any class.

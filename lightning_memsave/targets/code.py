@@ -29,16 +29,7 @@ _MAX_LENGTH = 300
 
 @contextlib.contextmanager
 def explained(what: str, fix: str) -> Iterator[None]:
-    """Convert exceptions of user code into a `ConfigurationError` with a remedy.
-
-    Args:
-        what: The action, as the subject of a sentence.
-        fix: What to type instead.
-
-    Raises:
-        ConfigurationError: If the code raises, or exits the process.
-        MemsaveError: If the code raises one, which has its own remedy.
-    """
+    """Convert exceptions of user code into a `ConfigurationError` with a remedy."""
     try:
         yield
     except MemsaveError:
@@ -51,11 +42,7 @@ def explained(what: str, fix: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importable(folder: str | None = None) -> Iterator[None]:
-    """Let imports find modules in a folder, as ``python file.py`` does.
-
-    Args:
-        folder: The folder; ``None`` for the current one, as with ``python -m``.
-    """
+    """Let imports find modules in a folder, as ``python file.py`` does."""
     path = str((Path(folder) if folder else Path.cwd()).resolve())
     sys.path.insert(0, path)
     try:
@@ -92,18 +79,7 @@ Factory = Callable[..., Any]
 
 
 def find_factory(text: str) -> Factory:
-    """Import a class or function that returns a module.
-
-    Args:
-        text: ``package.module:Class`` or ``path/to/file.py:function``; the name may have dots.
-
-    Returns:
-        The class or function.
-
-    Raises:
-        ConfigurationError: If the import fails, the name does not exist, or it is neither a module
-            class nor a function.
-    """
+    """Import a class or function that returns a module."""
     where, _, name = text.rpartition(":")
     if not where:
         raise ConfigurationError(
@@ -133,19 +109,7 @@ def find_factory(text: str) -> Factory:
 
 
 def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """Bind arguments to a factory.
-
-    Args:
-        text: Name of the factory, for messages.
-        factory: Result of `find_factory`.
-        arguments: Arguments by name.
-
-    Returns:
-        A function that constructs the module.
-
-    Raises:
-        ConfigurationError: If arguments are missing or unknown.
-    """
+    """Bind arguments to a factory."""
     _check_arguments(text, factory, arguments)
     folder = _folder_of(text.rpartition(":")[0])
 
@@ -158,18 +122,7 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
 
 def checked_module(name: str, made: object) -> nn.Module:
-    """Check that a factory returned a module, and return it.
-
-    Args:
-        name: Name of the factory.
-        made: Its result.
-
-    Returns:
-        The module.
-
-    Raises:
-        ConfigurationError: If it is not a module.
-    """
+    """Check that a factory returned a module, and return it."""
     if isinstance(made, nn.Module):
         return made
     raise ConfigurationError(
@@ -180,15 +133,6 @@ def checked_module(name: str, made: object) -> nn.Module:
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     """Parse arguments from a shell.
-
-    Args:
-        pairs: Each ``name=value``, with values as in YAML.
-
-    Returns:
-        The values by name.
-
-    Raises:
-        ConfigurationError: If one of them has no name, or its value is not valid YAML.
 
     Example:
         >>> parse_arguments(["depth=4", "attn_implementation=eager", "lr=0.1", "bias=false"])
@@ -300,18 +244,7 @@ def _check_arguments(text: str, factory: Factory, arguments: Mapping[str, Any]) 
 
 
 def find_optimizer(name: str | None, pairs: Sequence[str] = ()) -> Callable[..., Any] | None:
-    """Import an optimizer class or function, and try it on one parameter.
-
-    Args:
-        name: ``torch.optim.SGD``, ``SGD``, ``module:function`` or ``file.py:function``.
-        pairs: Its arguments, each ``name=value``.
-
-    Returns:
-        A function of the parameters that returns the optimizer; ``None`` without a name.
-
-    Raises:
-        ConfigurationError: If it does not exist, or does not return an optimizer.
-    """
+    """Import an optimizer class or function, and try it on one parameter."""
     if name is None:
         if pairs:
             raise ConfigurationError(

@@ -40,23 +40,6 @@ def load_target(
 ) -> Target:
     """Find a model by name, without constructing it.
 
-    Args:
-        target: ``package.module:Class`` or ``path/to/file.py:function``; a Hugging Face config, its
-            folder, or ``hf:`` and a name on the Hub; a YAML file for LightningCLI; a checkpoint of
-            Lightning, a ``state_dict``, or a safetensors file.
-        model: ``module:Class`` if the file does not name it: for a checkpoint, and for a YAML file
-            of ``LightningCLI(MyModel)``.
-        arguments: Arguments of the class or function by name; for a config, changed values; for a
-            YAML file or a checkpoint, overrides of its arguments.
-        task: For a config, one of `TASKS`; ``None`` for the architecture that it names.
-
-    Returns:
-        The target.
-
-    Raises:
-        ConfigurationError: If it does not exist, cannot be read, or does not name a model; the
-            message says what to type instead.
-
     Note:
         Code in a checkpoint is never run; code that the user names is. Only ``hf:`` accesses the
         Hub, and only for the config.

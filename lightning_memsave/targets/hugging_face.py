@@ -36,18 +36,7 @@ _NAME_PREFIX = "hf:"
 
 
 def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
-    """Read a config, without running its code or loading weights.
-
-    Args:
-        source: A file, a folder with ``config.json``, or ``hf:`` and a name on the Hub.
-        arguments: Changed values by name.
-
-    Returns:
-        The config.
-
-    Raises:
-        ConfigurationError: If it cannot be read, or does not have a changed value.
-    """
+    """Read a config, without running its code or loading weights."""
     from transformers import AutoConfig  # noqa: PLC0415
 
     if source.startswith(_NAME_PREFIX):
@@ -68,19 +57,7 @@ def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def maker_of_config(source: str, config: Any, task: str | None) -> Callable[[], nn.Module]:
-    """Find the model class of a config.
-
-    Args:
-        source: Name of the config, for messages.
-        config: Result of `read_config`.
-        task: One of `TASKS`; ``None`` for the class that the config names.
-
-    Returns:
-        A function that constructs the model with random weights in float32.
-
-    Raises:
-        ConfigurationError: If neither task nor config name a class of transformers.
-    """
+    """Find the model class of a config."""
     cls = _class_of_task(config, task) if task else _class_of_config(source, config)
 
     def make() -> nn.Module:

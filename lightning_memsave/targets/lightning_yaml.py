@@ -21,14 +21,7 @@ _NOT_ARGUMENTS = ("callbacks", "logger", "profiler")
 
 @dataclass(frozen=True, slots=True)
 class LightningConfig:
-    """Contents of a config.
-
-    Args:
-        make: Constructs the model.
-        settings: Arguments of `MemSaveCallback`; ``None`` if the callback is not used.
-        trainer_arguments: Arguments of the Trainer, without callbacks, loggers and profilers.
-        notes: Sections that are not used, one line each.
-    """
+    """Contents of a config."""
 
     make: Callable[[], nn.Module]
     settings: dict[str, Any] | None = None
@@ -39,19 +32,7 @@ class LightningConfig:
 def read_lightning_config(
     path: str, model: str | None, arguments: Mapping[str, Any]
 ) -> LightningConfig:
-    """Read a config for ``--config``, without constructing a Trainer or data.
-
-    Args:
-        path: The file.
-        model: Class of the model, if the code names it: ``LightningCLI(MyModel)``.
-        arguments: Overrides of the model's arguments.
-
-    Returns:
-        Its contents.
-
-    Raises:
-        ConfigurationError: If it cannot be read, or has no model.
-    """
+    """Read a config for ``--config``, without constructing a Trainer or data."""
     found = _section(path, _load(Path(path)), "")
     for subcommand in ("fit", "validate"):
         if "model" not in found and "trainer" not in found and subcommand in found:

@@ -20,17 +20,7 @@ from lightning_memsave.targets.batches import (
 
 @dataclass(frozen=True)
 class Target:
-    """A model that the user named, and known facts about its training.
-
-    Args:
-        name: The user's name for it.
-        kind: Kind of the name.
-        make: Constructs the model; ``None`` if only a checkpoint is known.
-        settings: Arguments of `MemSaveCallback` in a config; ``None`` if it has no callback.
-        trainer_arguments: Arguments of the Trainer in a config, such as ``precision``.
-        tensors: Tensors of a checkpoint by name, as fake tensors.
-        notes: Parts of a config that are not used, one line each.
-    """
+    """A model that the user named, and known facts about its training."""
 
     name: str
     kind: Literal["factory", "hugging_face", "lightning_cli", "checkpoint"]
@@ -46,15 +36,7 @@ class Target:
         return self.make is not None
 
     def build(self) -> nn.Module:
-        """Construct the model; under a ``FakeTensorMode`` it needs no memory.
-
-        Returns:
-            A new model with random weights.
-
-        Raises:
-            ConfigurationError: If its code raises or does not return a module, or if there is no
-                code.
-        """
+        """Construct the model; under a ``FakeTensorMode`` it needs no memory."""
         if self.make is None:
             raise ConfigurationError(
                 f"`{self.name}` is a checkpoint: it has the parameters of a model, but not its "
@@ -75,19 +57,6 @@ class Target:
 
 def make_batch_spec(sizes: Any, target: Target | None = None) -> BatchSpec:
     """Make a batch spec from sizes, or from a description of each tensor.
-
-    Args:
-        sizes: ``"8x512"`` (samples x tokens) or ``"8x3x224x224"`` for a Hugging Face model, also
-            for one inside a LightningModule: inputs and labels of its task. For any module a string
-            such as ``"x=float32[8,3,224,224],y=int64[8]<10"`` or ``"float32[8,10],int64[8]"``, or
-            such strings in any nesting of mappings, lists and tuples.
-        target: The model; required if only sizes are given.
-
-    Returns:
-        The batch spec; ``build()`` makes the batch.
-
-    Raises:
-        ConfigurationError: If it cannot be parsed, does not fit the model, or has invalid sizes.
 
     Example:
         >>> print(make_batch_spec({"x": "float32[8,10]", "y": "int64[8]<3"}))

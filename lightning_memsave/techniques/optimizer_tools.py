@@ -42,9 +42,6 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     Optimizers allocate it during the step, some parameter by parameter: if memory runs out, half of
     the parameters would be updated, and the step could be neither finished nor repeated. Optimizers
     of other packages are skipped, as their state is not known.
-
-    Args:
-        optimizer: An optimizer whose gradients are complete. The result of its step is unchanged.
     """
     bring(optimizer)
     for index, group in enumerate(optimizer.param_groups):
@@ -132,12 +129,7 @@ _FUSED_ON_CPU = (
 
 
 def choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Choose the fused kernels of the host, unless the user has chosen.
-
-    Args:
-        optimizer: The optimizer.
-        group: Settings of parameters on the host, which are changed.
-    """
+    """Choose the fused kernels of the host, unless the user has chosen."""
     is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
     if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
         group["fused"] = True
@@ -145,12 +137,7 @@ def choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
 
 @contextlib.contextmanager
 def scaling_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let what a ``GradScaler`` gives to fused optimizers be on the host inside, once landed.
-
-    Args:
-        optimizer: Fused kernels of the host would copy its ``grad_scale`` and ``found_inf``
-            themselves, and read them before they have come.
-    """
+    """Let what a ``GradScaler`` gives to fused optimizers be on the host inside, once landed."""
     own = vars(optimizer)
     before = {
         k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)
@@ -172,16 +159,7 @@ def double_of(
     param_groups: list[dict[str, Any]],
     state: MutableMapping[torch.Tensor, Any],
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of the same kind, with the step of its class, for other parameters.
-
-    Args:
-        optimizer: The optimizer; it may change while the other one works.
-        param_groups: Groups of the other parameters.
-        state: Their state.
-
-    Returns:
-        The other one.
-    """
+    """Make an optimizer of the same kind, with the step of its class, for other parameters."""
     double: torch.optim.Optimizer = object.__new__(type(optimizer))
     own = {k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")}
     vars(double).update(own, param_groups=param_groups, state=state)
@@ -191,17 +169,7 @@ def double_of(
 def set_groups(
     target: torch.optim.Optimizer, kind: Kind, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Restore]:
-    """Write the settings of a named optimizer into the groups of another one.
-
-    Args:
-        target: The optimizer that owns the groups.
-        kind: The named optimizer.
-        kwargs: The user's settings for it, for groups without a value of their own.
-
-    Returns:
-        The new optimizer's ``defaults``, and a function that restores the groups, to be called
-        with the new optimizer.
-    """
+    """Write the settings of a named optimizer into the groups of another one."""
     old_kind = KIND_BY_TYPE.get(type(target))
     old = dict(target.defaults)
     if old_kind is None or old_kind.family != kind.family:

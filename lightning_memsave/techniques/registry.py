@@ -22,19 +22,7 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import Optimiz
 
 @dataclass(frozen=True)
 class Entry:
-    """An argument of `MemSaveCallback` whose value is set by stacks.
-
-    Args:
-        argument: Its name.
-        technique: The technique that it applies; ``None`` for a setting of the Trainer.
-        classic: Its value in the stack ``"classic"``, the default.
-        bitwise: Its value in the stack ``"bitwise"``.
-        single_gpu: Its value in the stack ``"single_gpu"``.
-        offload: Its value in the stack ``"offload"``.
-        details: Further arguments of the technique, and their values while it is off.
-        offers: As `Technique.offers`.
-        exactness: As `Technique.exactness`.
-    """
+    """An argument of `MemSaveCallback` whose value is set by stacks."""
 
     argument: str
     technique: type[Technique[Any]] | None = None
@@ -140,12 +128,7 @@ def techniques() -> tuple[type[Technique[Any]], ...]:
 
 @contextlib.contextmanager
 def registered(entry: Entry) -> Iterator[None]:
-    """Register one more technique, as the last one, inside the context.
-
-    Args:
-        entry: Entry of a technique that changes a module; `MemSaveCallback` accepts its argument by
-            name.
-    """
+    """Register one more technique, as the last one, inside the context."""
     _ENTRIES.append(entry)
     try:
         yield
@@ -160,15 +143,7 @@ def values_of(stack: str) -> dict[str, Any]:
 
 
 def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """List the details of what is off, which would be refused beside it.
-
-    Args:
-        settings: Arguments of `MemSaveCallback`; what is missing is off.
-        names: Arguments that are looked at.
-
-    Returns:
-        Their details by name, with the values that mean nothing.
-    """
+    """List the details of what is off, which would be refused beside it."""
     off = [e for e in _ENTRIES if settings.get(e.argument) is None]
     used = {name for e in _ENTRIES if e not in off for name in e.details}
     found = [(n, v) for e in off if e.argument in names for n, v in e.details.items()]
@@ -178,15 +153,7 @@ def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[
 def forms_on_host(
     form: Mapping[str, Any], may_set: Callable[[str, Any], bool]
 ) -> Iterator[dict[str, Any]]:
-    """List what may take the place of other values where weights are on the host.
-
-    Args:
-        form: The fastest, as `BESIDE_OFFLOAD` has it.
-        may_set: Says of an argument and a value whether it is open.
-
-    Yields:
-        Forms from fast to small: each has the settings of those before it.
-    """
+    """List what may take the place of other values where weights are on the host."""
     form = dict(form)
     yield dict(form)
     for smaller in _SMALLER_ON_HOST:
@@ -198,16 +165,7 @@ def forms_on_host(
 
 
 def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``"auto"`` by the values of a plan.
-
-    Args:
-        arguments: As for `with_stack`.
-        settings: Arguments that were planned; what they lack is off. Batches that run out of memory
-            are split with any plan.
-
-    Returns:
-        As `with_stack` does.
-    """
+    """Replace ``"auto"`` by the values of a plan."""
     open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
     values = {name: settings.get(name) for name in open_arguments}
     values |= {name: "auto" for name in _ALWAYS if name in values}
@@ -221,14 +179,7 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 
 def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """List what a stack may set beside weights on the host, from fast to small.
-
-    Args:
-        arguments: As for `with_stack`.
-
-    Yields:
-        What differs from `with_stack`; at first nothing.
-    """
+    """List what a stack may set beside weights on the host, from fast to small."""
     found = with_stack(arguments)
     stack = BARE if arguments["stack"] is None else arguments["stack"]
     limit = Exactness(arguments["exactness"])
@@ -253,18 +204,7 @@ def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def with_stack(
     arguments: Mapping[str, Any], form: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Replace ``"auto"`` by the values of the stack; with a budget, by those without a plan yet.
-
-    Args:
-        arguments: All arguments of `MemSaveCallback` by name.
-        form: One of `stack_forms`.
-
-    Returns:
-        The arguments, and under ``from_stack`` the names of those whose value comes from the stack.
-
-    Raises:
-        ConfigurationError: If there is no such stack.
-    """
+    """Replace ``"auto"`` by the values of the stack; with a budget, by those without a plan yet."""
     if arguments.get("budget") is not None and arguments["stack"] is None:
         return with_plan(arguments, {})
     stack = BARE if arguments["stack"] is None else arguments["stack"]

@@ -20,11 +20,7 @@ _ATTRIBUTE = "memsave_waiting_state"
 
 
 def leave_on_host(optimizers: Iterable[Any]) -> None:
-    """Move state of optimizers from their GPU to the host, until an update needs it.
-
-    Args:
-        optimizers: Those with the state of a checkpoint; others are left alone.
-    """
+    """Move state of optimizers from their GPU to the host, until an update needs it."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):  # DeepSpeed's have a state of their own
             continue
@@ -55,12 +51,7 @@ def waiting_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def bring(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> None:
-    """Bring what waits to the device; may be called again after it ran out of memory.
-
-    Args:
-        optimizer: The optimizer.
-        params: Parameters that are updated now; ``None`` for all.
-    """
+    """Bring what waits to the device; may be called again after it ran out of memory."""
     if _ATTRIBUTE not in vars(optimizer):
         return
     waiting: _Waiting
@@ -82,16 +73,7 @@ def bring(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> None:
 def after_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Call a function when the gradients of a step are complete, which its closure may compute.
-
-    Args:
-        args: Of a hook before a step.
-        kwargs: Of the hook.
-        function: Called now if there is no closure, and else after each call of it.
-
-    Returns:
-        What the hook is to return.
-    """
+    """Call a function when the gradients of a step are complete, which its closure may compute."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         function()

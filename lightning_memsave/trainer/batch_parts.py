@@ -24,14 +24,7 @@ _INNER_BACKWARD = Problem(
 
 
 class BatchParts:
-    """Runs training step and backward for the micro-batches of one batch.
-
-    Args:
-        loop: The loop of `training_loop`.
-        closure: Lightning's closure for the batch.
-        kwargs: Arguments of the training step.
-        optimizer: The optimizer that steps next.
-    """
+    """Runs training step and backward for the micro-batches of one batch."""
 
     def __init__(self, loop: Any, closure: Any, kwargs: Any, optimizer: Optimizer) -> None:
         self.batch = kwargs["batch"]
@@ -46,11 +39,7 @@ class BatchParts:
         self._passed: list[tuple[Any, float, int | None]] = []
 
     def start(self, logged: LoggedValues) -> None:
-        """Begin the batch; an optimizer may call its closure several times.
-
-        Args:
-            logged: Buffers logged values.
-        """
+        """Begin the batch; an optimizer may call its closure several times."""
         self.logged, self._passed = logged, []
         self._zero_grad = self._zero_grad_fn
         is_freed = self.zeroes and self._loop.frees_before_parts
@@ -59,14 +48,7 @@ class BatchParts:
     def __call__(
         self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
     ) -> None:
-        """Run one micro-batch.
-
-        Args:
-            part: The micro-batch.
-            weight: Factor of its loss in the loss of the whole batch.
-            num_samples: Number of its samples, if they can be counted.
-            is_last: Whether it is the last one of the batch.
-        """
+        """Run one micro-batch."""
         assert self.logged is not None, "`start` was called"
         self.logged.start_part(weight, num_samples)
         result = self._run_step(part, is_last)
@@ -124,12 +106,7 @@ class BatchParts:
             self.logged.clear()
 
     def result(self) -> Any:
-        """Return the result of Lightning's closure for the whole batch.
-
-        Returns:
-            The sum of the losses, and the other outputs of the training step, merged if possible,
-            else those of the last micro-batch.
-        """
+        """Return the result of Lightning's closure for the whole batch."""
         results = [result for result, _, _ in self._passed]
         losses = [result.closure_loss for result in results if result.closure_loss is not None]
         if not losses:

@@ -19,15 +19,7 @@ _OWN_WAYS = ("ddp_comm_hook", "mixed_precision")
 
 
 def communicates_in_forward(trainer: Any, module: nn.Module) -> str:
-    """Return why forward passes communicate, so that all processes need the same number of them.
-
-    Args:
-        trainer: A Trainer in ``setup`` or later.
-        module: Its LightningModule, or the part that is built.
-
-    Returns:
-        The reason; empty if they do not.
-    """
+    """Return why forward passes communicate, so that all processes need the same number of them."""
     name = type(trainer.strategy).__name__
     if is_strategy(trainer, *_SHARDED):
         return f"under `{name}` all processes communicate in every forward pass"
@@ -40,14 +32,7 @@ def communicates_in_forward(trainer: Any, module: nn.Module) -> str:
 
 
 def has_custom_gradient_sync(trainer: Any) -> str:
-    """Return how gradients are synchronized, if not as their mean over all processes.
-
-    Args:
-        trainer: A Trainer in ``setup`` or later.
-
-    Returns:
-        The reason; empty for a single process or plain DDP.
-    """
+    """Return how gradients are synchronized, if not as their mean over all processes."""
     name = type(trainer.strategy).__name__
     if trainer.world_size == 1:
         return ""
@@ -78,9 +63,6 @@ def alone(trainer: Any) -> Iterator[None]:
     """Run forward and backward without DDP synchronization.
 
     Call `broadcast_buffers` and `average_gradients` instead.
-
-    Args:
-        trainer: A Trainer in fit, with one process or under DDP.
     """
     strategy = trainer.strategy
     model, strategy.model = strategy.model, strategy.lightning_module
@@ -106,24 +88,12 @@ def all_reduce_min(trainer: Any, size: int) -> int:
 
 
 def broadcast_from_rank_zero(trainer: Any, value: Any) -> Any:
-    """Return the value of rank zero on all ranks, which must all call this.
-
-    Args:
-        trainer: A Trainer in ``setup`` or later: it has made the process group by then.
-        value: Anything that can be pickled; ignored on other ranks.
-
-    Returns:
-        The value of rank zero.
-    """
+    """Return the value of rank zero on all ranks, which must all call this."""
     return trainer.strategy.broadcast(value)
 
 
 def broadcast_buffers(trainer: Any) -> None:
-    """Broadcast the buffers of the first process, if DDP would in the next forward pass.
-
-    Args:
-        trainer: A Trainer in fit; all processes must call this.
-    """
+    """Broadcast the buffers of the first process, if DDP would in the next forward pass."""
     ddp = trainer.strategy.model
     if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():
         ddp._sync_buffers()
@@ -132,13 +102,7 @@ def broadcast_buffers(trainer: Any) -> None:
 
 @torch.no_grad()
 def average_gradients(trainer: Any, module: nn.Module) -> None:
-    """Average gradients over all processes, in place, as DDP does in backward.
-
-    Args:
-        trainer: A Trainer in fit; all processes must call this.
-        module: Its LightningModule. A gradient that only some processes have counts as zero in the
-            others; if no process has it, there is none afterwards.
-    """
+    """Average gradients over all processes, in place, as DDP does in backward."""
     ddp = trainer.strategy.model
     trained = _shared_parameters(ddp, module)
     kinds = torch.tensor([_kind(p.grad) for p in trained], device=trainer.strategy.root_device)
@@ -215,16 +179,7 @@ _UNKNOWN = -1.0
 def reduce_over_ranks(
     trainer: Any, how: Literal["max", "sum"], values: Mapping[str, float | None]
 ) -> dict[str, float]:
-    """Reduce values over the ranks of a Trainer in one collective.
-
-    Args:
-        trainer: The Trainer. All of its ranks must call this, with the same keys.
-        how: The reduction.
-        values: Nonnegative values by name. ``None`` is unknown, such as NVML's in a container.
-
-    Returns:
-        The reduced values, without those that are unknown on all ranks ("max") or on one ("sum").
-    """
+    """Reduce values over the ranks of a Trainer in one collective."""
     if trainer.world_size > 1 and values:
         unknown = _UNKNOWN if how == "max" else float("nan")
         known = [unknown if value is None else float(value) for value in values.values()]

@@ -19,15 +19,7 @@ _RUNS = "_memsave_run_evaluation_batch"
 
 
 def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], None]:
-    """Replace the function that runs batches of validation, test and prediction.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-        run_batch: Runs a batch; values logged by its micro-batches are combined afterwards.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Replace the function that runs batches of validation, test and prediction."""
     strategy = trainer.strategy
     vars(strategy)[_RUNS] = (trainer, run_batch)
     undo = [patch_method(strategy, f) for f in (validation_step, test_step, predict_step)]

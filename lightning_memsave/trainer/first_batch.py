@@ -40,14 +40,6 @@ def before_strategy_setup(trainer: Any, function: Callable[[], None]) -> Callabl
     optimizers are not. A checkpoint has been restored into the module, except for strategies with
     ``restore_checkpoint_after_setup`` (FSDP, DeepSpeed, model parallel), which restore it later. An
     exception of the function ends the fit as one that a ``setup`` hook raises.
-
-    Args:
-        trainer: A Trainer in ``setup`` of a fit.
-        function: Called without arguments, on all ranks.
-
-    Returns:
-        A function that undoes it, and what `first_batch` has kept for Lightning. Call it when the
-        fit has ended.
     """
     strategy, source = trainer.strategy, trainer.fit_loop._data_source
     undo_patch = patch_method(strategy, setup)
@@ -81,17 +73,6 @@ def first_batch(trainer: Any) -> Any:
     that would return something else: a checkpoint restored another epoch or step, a number or text
     among the attributes of the module or the datamodule changed, or random numbers that it draws
     would be others.
-
-    Args:
-        trainer: A Trainer in a fit, after ``setup``. All of its ranks must call this, as loaders
-            may communicate.
-
-    Returns:
-        The batch, as ``training_step`` gets it but on the host; ``None`` if there is none, and on
-        all ranks but the first.
-
-    Raises:
-        IncompatibleError: If looking at a batch would remove it from training.
     """
     if trainer.limit_train_batches == 0:
         return None

@@ -50,31 +50,14 @@ _OURS = ("lightning_memsave.", *(f"{package}." for package in PACKAGES))
 
 
 def has_foreign(one: Any, hook: str) -> bool:
-    """Return whether a module or callback overrides a hook, in its class or on the instance.
-
-    Args:
-        one: A LightningModule or a callback.
-        hook: Name of the method.
-
-    Returns:
-        False for hooks of Lightning and of this package.
-    """
+    """Return whether a module or callback overrides a hook, in its class or on the instance."""
     method = getattr(type(one), hook, None)
     is_inherited = method is None or getattr(method, "__module__", "").startswith(_OURS)
     return hook in vars(one) or not is_inherited
 
 
 def owners_of(trainer: Any, pl_module: Any, hook: str) -> list[str]:
-    """List the module and callbacks of a Trainer that override a hook.
-
-    Args:
-        trainer: The Trainer.
-        pl_module: Its LightningModule.
-        hook: Name of a method of modules and callbacks.
-
-    Returns:
-        Class and hook, each once, such as ``"Lit.on_after_backward"``.
-    """
+    """List the module and callbacks of a Trainer that override a hook."""
     owners = [one for one in (pl_module, *trainer.callbacks) if has_foreign(one, hook)]
     return list(dict.fromkeys(f"{type(one).__name__}.{hook}" for one in owners))
 
@@ -99,9 +82,6 @@ class GradientVersions:
     """Identities and versions of gradients, to detect changes without copying.
 
     In-place accumulation bumps the version counter; otherwise ``.grad`` is replaced.
-
-    Args:
-        parameters: Parameters of a model.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -117,11 +97,7 @@ def _version(grad: Tensor | None) -> int:
 
 
 class FreedGradients:
-    """Gradients that were freed before the forward pass, where Lightning frees them after it.
-
-    Args:
-        optimizer: The optimizer of the gradients, of which there are none now.
-    """
+    """Gradients that were freed before the forward pass, where Lightning frees them after it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -130,11 +106,7 @@ class FreedGradients:
         self._number = _num_backward_passes() if self._is_known else 0
 
     def zero(self, zero_grad: Callable[[], None]) -> None:
-        """Zero as Lightning does, but visit parameters only if a backward pass has run since.
-
-        Args:
-            zero_grad: Lightning's function, with its hooks and counters.
-        """
+        """Zero as Lightning does, but visit parameters only if a backward pass has run since."""
         if not self._is_known or _num_backward_passes() != self._number + 1:
             zero_grad()
             return

@@ -29,9 +29,6 @@ class LoggedValues:
     """Buffers logged values, and logs them once for the whole batch.
 
     Nothing reaches Lightning before ``flush``, so that a batch can be repeated.
-
-    Args:
-        trainer: A Trainer in a loop that logs.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -52,12 +49,7 @@ class LoggedValues:
             vars(self._results).pop("update_metrics", None)
 
     def start_part(self, weight: float, num_samples: int | None) -> None:
-        """Begin a micro-batch.
-
-        Args:
-            weight: Its weight in the batch.
-            num_samples: Number of its samples, if they can be counted.
-        """
+        """Begin a micro-batch."""
         self._weight, self._num_samples = weight, num_samples
         self._occurrences = {}
 
@@ -142,16 +134,7 @@ def _batch_size(parts: Sequence[_Value]) -> int:
 
 
 def combined(meta: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Combine the values of one name over micro-batches.
-
-    Args:
-        meta: Lightning's metadata, with the reduction.
-        values: Value of each micro-batch.
-        weights: Weight of each micro-batch in the batch.
-
-    Returns:
-        The value of the whole batch.
-    """
+    """Combine the values of one name over micro-batches."""
     if meta.is_mean_reduction:
         return _mean(values, weights)
     stacked = torch.stack([value.to(values[0].device) for value in values])

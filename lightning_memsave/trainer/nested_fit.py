@@ -45,11 +45,7 @@ def quiet() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raise a Ctrl-C that was deferred since `quiet` began; call it where raising is safe.
-
-    Raises:
-        KeyboardInterrupt: If it was pressed.
-    """
+    """Raise a Ctrl-C that was deferred since `quiet` began; call it where raising is safe."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Interruption) and handler.has_come:
         raise KeyboardInterrupt

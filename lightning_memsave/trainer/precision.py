@@ -29,17 +29,7 @@ _OUR_PRECISION: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def full_name(precision: str | int) -> str:
-    """Return the long form of a precision.
-
-    Args:
-        precision: Any form that Lightning's Trainer accepts, such as ``"bf16"`` or 16.
-
-    Returns:
-        For example ``"bf16-mixed"``.
-
-    Raises:
-        ConfigurationError: If Lightning has no such precision.
-    """
+    """Return the long form of a precision."""
     name = _SHORT.get(str(precision), str(precision))
     if name not in PRECISIONS or isinstance(precision, bool):
         raise ConfigurationError(
@@ -51,15 +41,7 @@ def full_name(precision: str | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionState:
-    """Precision settings of a Trainer.
-
-    Args:
-        current: Effective precision, such as ``"32-true"``.
-        is_ours: Whether this package set it, in an earlier fit.
-        plugin: Class name of a precision plugin that the user passed, or ``None``.
-        is_frozen: Whether it can no longer be changed.
-        has_own_mixed_precision: Whether ``FSDPStrategy(mixed_precision=...)`` overrides the plugin.
-    """
+    """Precision settings of a Trainer."""
 
     current: str
     is_ours: bool
@@ -81,16 +63,7 @@ def precision_state(trainer: Any) -> PrecisionState:
 
 
 def set_precision(trainer: Any, precision: str) -> Callable[[], None]:
-    """Change the precision of a Trainer as if it was passed to the constructor.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-        precision: One of Lightning's precision strings, in the long form.
-
-    Returns:
-        What gives back the one before, unless steps have been made in the meantime: a checkpoint
-        that is saved then needs the gradient scaler.
-    """
+    """Change the precision of a Trainer as if it was passed to the constructor."""
     connector = trainer._accelerator_connector
     before, plugin_before = connector._precision_flag, trainer.strategy.precision_plugin
     step_before = trainer.global_step
@@ -118,14 +91,7 @@ _OVERFLOWING = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "gemma", "
 
 
 def overflows_in_float16(module: nn.Module) -> str:
-    """Return why the activations of a module may overflow in float16.
-
-    Args:
-        module: A module that may have Hugging Face models inside.
-
-    Returns:
-        The reason; empty for models that are not known to, and for those without a config.
-    """
+    """Return why the activations of a module may overflow in float16."""
     if why := overflows_certainly(module):
         return why
     for part in module.modules():
@@ -146,14 +112,7 @@ def overflows_certainly(module: nn.Module) -> str:
 
 
 def half_precision_on_cpu(package: ModuleType) -> Any:
-    """Make the precision plugin of ``"16-mixed"``, with gradient scaler, for a Trainer on the CPU.
-
-    Args:
-        package: ``lightning.pytorch`` or ``pytorch_lightning``.
-
-    Returns:
-        The plugin; the Trainer itself would choose bfloat16.
-    """
+    """Make the precision plugin of ``"16-mixed"``, with gradient scaler, for the CPU."""
     plugins = importlib.import_module(f"{package.__name__}.plugins.precision")
     return plugins.MixedPrecision("16-mixed", "cpu")
 

@@ -41,17 +41,7 @@ _NEEDED_OF_DATA = ("_request_dataloader", "_process_dataloader", "_resolve_overf
 
 
 def package_of(thing: Any) -> ModuleType:
-    """Return the package of a Trainer or LightningModule.
-
-    Args:
-        thing: A Trainer or LightningModule of either package.
-
-    Returns:
-        The module ``lightning.pytorch`` or ``pytorch_lightning``.
-
-    Raises:
-        TypeError: If the object is of neither.
-    """
+    """Return the package of a Trainer or LightningModule."""
     for cls in type(thing).__mro__:
         for package in PACKAGES:
             if cls.__module__.startswith(f"{package}."):
@@ -60,14 +50,7 @@ def package_of(thing: Any) -> ModuleType:
 
 
 def check_host(trainer: Any) -> list[Problem]:
-    """Return a problem for each private name of Lightning that is used here and missing.
-
-    Args:
-        trainer: A Trainer.
-
-    Returns:
-        A problem for each missing name.
-    """
+    """Return a problem for each private name of Lightning that is used here and missing."""
     package, data = package_of(trainer), data_connector_of(trainer)
     version = getattr(package, "__version__", "?")
     missing = [f"Trainer.{path}" for path in _NEEDED if not _has(trainer, path)]
@@ -83,15 +66,7 @@ def check_host(trainer: Any) -> list[Problem]:
 
 
 def second_use(trainer: Any, user: int | None) -> list[Problem]:
-    """Refuse a callback that is in a run already.
-
-    Args:
-        trainer: The Trainer that sets it up.
-        user: The ``id`` of the Trainer that has; ``None`` if there is none.
-
-    Returns:
-        The problem, if it is one.
-    """
+    """Refuse a callback that is in a run already."""
     if user is None:
         return []
     why = "another Trainer is in a run with it"
@@ -120,12 +95,6 @@ def put_first(trainer: Any, callback: Any, *added: Any) -> None:
 
     Callbacks that copy the module in ``setup`` stay before it: in the Trainer's next fit they must
     not come after it.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-        callback: One of its callbacks. The list is replaced, not changed, because the running
-            hook iterates over it.
-        added: Callbacks to insert after it, until `remove_callback`.
     """
     callbacks = trainer.callbacks
     place = next(i for i, c in enumerate(callbacks) if c is callback)
@@ -211,15 +180,7 @@ def _checkpoints_activations(trainer: Any) -> bool:
 def convert_loaded_optimizer_states(
     trainer: Any, load_optimizer_state_dict: Callable[..., None]
 ) -> Callable[[], None]:
-    """Replace the strategy's ``load_optimizer_state_dict``.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-        load_optimizer_state_dict: A module-level function of strategy and checkpoint.
-
-    Returns:
-        A function that restores the strategy's own method.
-    """
+    """Replace the strategy's ``load_optimizer_state_dict``."""
     return patch_method(trainer.strategy, load_optimizer_state_dict)
 
 

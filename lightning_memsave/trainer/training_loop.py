@@ -27,15 +27,7 @@ gradients are zeroed before this batch."""
 
 
 def adjust_losses(trainer: Any, adjust: Adjust) -> Undo:
-    """Multiply the loss of each training batch before its backward pass.
-
-    Args:
-        trainer: A Trainer in ``setup``, with automatic optimization.
-        adjust: Returns the factor; with 1.0 a batch is unchanged.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Multiply the loss of each training batch before its backward pass."""
     return _set(trainer, adjust=adjust)
 
 
@@ -51,18 +43,6 @@ def pass_batches(
 
     Hooks around zeroing run between the first forward and the first backward pass, as usual. Logged
     values are buffered until the end of the batch.
-
-    Args:
-        trainer: A Trainer in ``setup``, with automatic optimization.
-        pass_batch: Runs a batch; as one micro-batch with weight 1, training is bit for bit
-            unchanged.
-        frees_gradients: Free the previous step's gradients before the first forward pass.
-        before_step: Called with the optimizer when the gradients of a step are complete.
-        on_out_of_memory: Returns the error to raise, from the optimizer and the original error,
-            when memory runs out in the optimizer step.
-
-    Returns:
-        A function that undoes it.
     """
     return _set(
         trainer,
@@ -74,16 +54,7 @@ def pass_batches(
 
 
 def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManager[Any]]) -> Undo:
-    """Run each backward pass of training inside a context.
-
-    Args:
-        trainer: A Trainer in ``setup``, with automatic optimization.
-        context: Makes the context; called with whether this is the last backward pass before the
-            optimizer step.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Run each backward pass of training inside a context."""
     epoch_loop = trainer.fit_loop.epoch_loop
     given = vars(epoch_loop.automatic_optimization).get("around_backward", ())
     undo = _set(trainer, around_backward=(*given, context))
@@ -100,30 +71,12 @@ def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManag
 
 
 def around_step(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Undo:
-    """Run each ``training_step`` of training inside a context.
-
-    Args:
-        trainer: A Trainer in ``setup``, with automatic optimization.
-        context: Makes the context.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Run each ``training_step`` of training inside a context."""
     return _set(trainer, around_step=context)
 
 
 def release_early(trainer: Any, *, gradients: bool, outputs: bool) -> Undo:
-    """Free tensors that are no longer needed.
-
-    Args:
-        trainer: A Trainer in ``setup``, with automatic optimization.
-        gradients: Free the previous step's gradients before the forward pass. Lightning still
-            zeroes after it, with its hooks, as ``training_step`` may add to gradients.
-        outputs: Free outputs of ``training_step`` other than the loss before backward.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Free tensors that are no longer needed."""
     return _set(trainer, frees_gradients=gradients, drops_outputs=outputs)
 
 

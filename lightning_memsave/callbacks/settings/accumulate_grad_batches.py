@@ -27,9 +27,6 @@ class AccumulationSetting(Setting):
     that window are divided by the number of its batches. A loss that is a mean over tokens or
     samples counts as often as its batch has of them, so that the gradient of a window is that of
     the mean over it.
-
-    Args:
-        num_batches: Batches per optimizer step; ``None`` leaves the Trainer's value and scaling.
     """
 
     name = "accumulate_grad_batches"
@@ -125,20 +122,7 @@ class AccumulationSetting(Setting):
         parameters: Iterable[nn.Parameter],
         parts: BatchParts | None,
     ) -> float:
-        """Find the factor for a batch's loss, which Lightning has divided already.
-
-        Args:
-            trainer: The Trainer, whose value may change during fit (weight averaging does that).
-            batch_idx: Index of the batch in its epoch.
-            is_last: It is the last one of its epoch.
-            parameters: Their gradients are rescaled where the window turns out shorter than
-                expected, which happens with loaders of unknown length, or to have other weights.
-            parts: Computes losses of its samples.
-
-        Returns:
-            The window's nominal number of batches over its real one, times the weight of the batch;
-            1.0 for a full window of batches that weigh the same.
-        """
+        """Find the factor for a batch's loss, which Lightning has divided already."""
         nominal = trainer.accumulate_grad_batches
         start = batch_idx - batch_idx % nominal
         end = batch_idx + 1 if is_last else min(start + nominal, trainer.num_training_batches)
@@ -212,14 +196,7 @@ _ALIKE = (
 
 
 def has_scheduler(trainer: Any) -> bool:
-    """Say whether the number of batches per step changes from epoch to epoch.
-
-    Args:
-        trainer: The Trainer.
-
-    Returns:
-        True if a ``GradientAccumulationScheduler`` is among its callbacks.
-    """
+    """Say whether the number of batches per step changes from epoch to epoch."""
     return any(
         base.__name__ == "GradientAccumulationScheduler"
         for callback in trainer.callbacks

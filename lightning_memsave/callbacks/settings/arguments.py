@@ -73,18 +73,7 @@ T = TypeVar("T")
 def host_form(
     before: Settings, arguments: Arguments, trainer: Any, pl_module: Any
 ) -> tuple[Settings, Arguments] | None:
-    """Choose the fastest form of what is on the host for which it has enough memory.
-
-    Args:
-        before: The settings of the fit before, or without such a choice.
-        arguments: As for `make_settings`, without a budget.
-        trainer: The Trainer.
-        pl_module: Its LightningModule.
-
-    Returns:
-        The settings, and the arguments with the values of the stack; those of the next smaller
-        stack where one cannot offload. ``None`` if no weights are to be on the host.
-    """
+    """Choose the fastest form of what is on the host for which it has enough memory."""
     offload = with_stack(arguments)[OffloadSetting.name]
     if offload in (None, False, "activations") or isinstance(offload, Offloading):
         return None
@@ -134,20 +123,7 @@ def make_settings(
     plan: Mapping[str, Any] | None = None,
     form: Mapping[str, Any] | None = None,
 ) -> tuple[Settings, GPUMemoryMonitor | None]:
-    """Check every argument and make what the callback works with.
-
-    Args:
-        owner: Name of the class whose arguments they are, for the message.
-        arguments: All arguments of ``MemSaveCallback`` by name.
-        plan: Arguments that were planned for a budget; ``None`` before that, or without one.
-        form: As for `with_stack`.
-
-    Returns:
-        The settings and the monitor.
-
-    Raises:
-        ConfigurationError: If any argument is wrong; the message lists every problem.
-    """
+    """Check every argument and make what the callback works with."""
     problems: list[Problem | str] = []
     try:
         arguments = with_stack(arguments, form) if plan is None else with_plan(arguments, plan)
@@ -215,17 +191,7 @@ def _prediction(arguments: Arguments) -> float | None:
 
 
 def time_limit(predict: object) -> float | None:
-    """Read how long a prediction may take.
-
-    Args:
-        predict: True, False or a number of seconds.
-
-    Returns:
-        Seconds; ``None`` if there shall be no prediction.
-
-    Raises:
-        ConfigurationError: If it is none of these.
-    """
+    """Read how long a prediction may take."""
     if isinstance(predict, bool):
         return TIME_LIMIT_S if predict else None
     if not isinstance(predict, int | float) or not 0 < predict < math.inf:
@@ -244,11 +210,7 @@ _NOT_REPEATED = (
 
 
 class StackSetting(Setting):
-    """Shows the settings of a stack; the settings themselves do the work.
-
-    Args:
-        arguments: As `with_stack` gives them.
-    """
+    """Shows the settings of a stack; the settings themselves do the work."""
 
     name = "stack"
 

@@ -31,11 +31,7 @@ _CUT_OFF = (
 
 
 class BudgetSetting(Setting):
-    """What was planned for a budget, and what takes its place when memory runs out.
-
-    Args:
-        budget: As the user wrote it.
-    """
+    """What was planned for a budget, and what takes its place when memory runs out."""
 
     name = "budget"
 
@@ -53,11 +49,7 @@ class BudgetSetting(Setting):
         self._is_changed = False  # since the step before
 
     def use(self, made: RunPlan) -> None:
-        """Remember what was planned, before it is applied.
-
-        Args:
-            made: The plan of this fit.
-        """
+        """Remember what was planned, before it is applied."""
         self._made, self._plan = made, made.plan
         other = None if made.found is None else made.found.runner_up
         if other is not None:
@@ -87,13 +79,7 @@ class BudgetSetting(Setting):
             self._undo.append(put_up_wall(device, self._made.budget_bytes))
 
     def allow_changes(self, trainer: Any, pl_module: Any, settings: Settings) -> None:
-        """Allow the plan to be changed from now on, and measure for it.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-            settings: Those of the fit.
-        """
+        """Allow the plan to be changed from now on, and measure for it."""
         recomputation = settings.find(ActivationCheckpointingSetting)
         micro_batches = settings.find(MicroBatchSetting)
 
@@ -126,16 +112,7 @@ class BudgetSetting(Setting):
         self._undo.append(micro_batches.forget_relief)
 
     def step_down(self, trainer: Any, why: str, *, in_same_parts: bool = False) -> bool:
-        """Change to the fastest plan that needs less.
-
-        Args:
-            trainer: The Trainer.
-            why: A clause, for the log.
-            in_same_parts: Only to one with micro-batches of the same size.
-
-        Returns:
-            Whether there was one.
-        """
+        """Change to the fastest plan that needs less."""
         assert self._made is not None, "called with a plan"
         assert self._plan is not None, "called with a plan"
         self._made.leave(self._plan)
@@ -184,12 +161,7 @@ class BudgetSetting(Setting):
         return f"Use {budget}, shorter samples or a smaller model."
 
     def begin_batch(self, trainer: Any, monitor: GPUMemoryMonitor | None) -> None:
-        """Between two batches: change the plan where measurements contradict it.
-
-        Args:
-            trainer: The Trainer.
-            monitor: Measures the peak; ``None`` if nothing does.
-        """
+        """Between two batches: change the plan where measurements contradict it."""
         self.watch(trainer, is_start=True)
         if self._at_step != trainer.global_step:
             self._at_step = trainer.global_step
@@ -240,11 +212,7 @@ class BudgetSetting(Setting):
         log_info(trainer, f"budget={self.value}: {made.correction}; the plan stays.")
 
     def end_batch(self, trainer: Any) -> None:
-        """Change to a smaller plan where CUDA's allocator had to give memory back in the batch.
-
-        Args:
-            trainer: The Trainer.
-        """
+        """Change to a smaller plan where CUDA's allocator had to give memory back in the batch."""
         self.mark("optimizer")
         self.watch(trainer, is_start=False)
 
@@ -308,15 +276,7 @@ def _splits(plan: Plan) -> bool:
 
 
 def put_up_wall(device: torch.device, budget_bytes: int) -> Callable[[], None]:
-    """Let allocations beyond a budget fail, before they take the memory of others.
-
-    Args:
-        device: A CUDA device.
-        budget_bytes: With the CUDA context, which torch's allocator does not count.
-
-    Returns:
-        A function that restores the former limit.
-    """
+    """Let allocations beyond a budget fail, before they take the memory of others."""
     properties = torch.cuda.get_device_properties(device)
     own_bytes = budget_bytes - context_bytes((properties.major, properties.minor))
     # Newer versions of torch tell the limit; the default is none.

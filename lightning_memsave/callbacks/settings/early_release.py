@@ -11,12 +11,7 @@ from lightning_memsave.trainer.training_loop import release_early
 
 
 class EarlyReleaseSetting(Setting):
-    """The last step's gradients are freed before forward, unused outputs before backward.
-
-    Args:
-        is_on: Whether to do it.
-        is_asked: The user wrote it by name.
-    """
+    """The last step's gradients are freed before forward, unused outputs before backward."""
 
     name = "early_release"
 

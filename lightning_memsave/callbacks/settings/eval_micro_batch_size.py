@@ -42,12 +42,7 @@ class _Seen(NamedTuple):
 
 
 class EvaluationStep:
-    """A step that is looked at with some samples together and with each of two parts of them.
-
-    Args:
-        run: The step, of a batch.
-        logged: Where what it logs is held back.
-    """
+    """A step that is looked at with some samples together and with each of two parts of them."""
 
     def __init__(self, run: Callable[[Any], Any], logged: LoggedValues) -> None:
         self._run, self._logged = run, logged
@@ -56,15 +51,7 @@ class EvaluationStep:
         """Whether it logged or returned any."""
 
     def numbers(self, part: Any) -> Tensor:
-        """Run the step for what would be averaged over the parts of a batch; nothing is logged.
-
-        Args:
-            part: A batch.
-
-        Returns:
-            One more than the sum of the numbers that it logs and returns, of shape (): a constant
-            is the mean of itself whatever it is over, and no sum.
-        """
+        """Run the step for what would be averaged over the parts of a batch; nothing is logged."""
         with self._logged.forgotten():
             self._logged.start_part(1.0, None)
             output = self._run(part)
@@ -78,14 +65,7 @@ class EvaluationStep:
         return torch.as_tensor(total, dtype=torch.float64 if is_double else torch.float32)
 
     def difference(self, proof: Proof) -> str:
-        """Compare what was seen last: some samples together, and put together from two parts.
-
-        Args:
-            proof: What the numbers are the mean over.
-
-        Returns:
-            What is not as it was together, as a clause; empty if everything is.
-        """
+        """Compare what was seen last: some samples together, and put together from two parts."""
         if len(self._seen) < 3:  # a batch of one sample
             return ""
         both, *alone = self._seen[-3:]
@@ -144,13 +124,7 @@ _ADVICE = "Use shorter samples or a smaller model, or return less from the step,
 
 
 class EvalMicroBatchSetting(Setting):
-    """Batches of validation, test and prediction pass in micro-batches.
-
-    Args:
-        technique: The settings, or ``None`` to leave batches whole.
-        is_asked: The user set it.
-        off_reason: Why there is no technique, where it is not the user's ``None``.
-    """
+    """Batches of validation, test and prediction pass in micro-batches."""
 
     name = "eval_micro_batch_size"
     is_for_evaluation = True

@@ -43,16 +43,7 @@ _ALWAYS_SUMMED = (
 
 
 class LowPrecisionWeightsSetting(ModuleSetting):
-    """Weights are kept in bfloat16, and the optimizer rounds its updates.
-
-    Args:
-        technique: The settings, or ``None`` to leave weights as they are.
-        value: What the user wrote for it.
-        sets_precision: The Trainer is given bf16 autocast at the same time.
-        written: How messages name it.
-        is_asked: The user wrote it by name: it is set, or refused.
-        off_reason: Why there is no technique, where it is not the user's ``None``.
-    """
+    """Weights are kept in bfloat16, and the optimizer rounds its updates."""
 
     name = LowPrecisionWeights.argument
     technique: LowPrecisionWeights | None
@@ -254,11 +245,7 @@ def _averaging_after(trainer: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class _RoundedUpdates(Technique[Optimizer]):
-    """The part of `LowPrecisionWeights` that is about optimizers.
-
-    Args:
-        technique: The settings.
-    """
+    """The part of `LowPrecisionWeights` that is about optimizers."""
 
     name: ClassVar[str] = LowPrecisionWeights.name
     exactness = LowPrecisionWeights.exactness
@@ -267,14 +254,7 @@ class _RoundedUpdates(Technique[Optimizer]):
     technique: LowPrecisionWeights
 
     def check(self, target: Optimizer) -> list[Problem]:
-        """Find nothing: what can be known is known before there are optimizers.
-
-        Args:
-            target: Not used.
-
-        Returns:
-            An empty list.
-        """
+        """Find nothing: what can be known is known before there are optimizers."""
         return []
 
     def _apply(self, target: Optimizer) -> Handle[Optimizer]:

@@ -65,15 +65,7 @@ from lightning_memsave.trainer.training_loop import pass_batches, phase_of, will
 
 
 class MicroBatchSetting(Setting):
-    """Training batches pass in micro-batches.
-
-    Args:
-        technique: The settings, or ``None`` to leave batches whole.
-        value: What the user wrote for it.
-        is_asked: The user wrote it by name: it is set, or refused.
-        off_reason: Why there is no technique, where it is not the user's ``None``.
-        limit: How far results may move.
-    """
+    """Training batches pass in micro-batches."""
 
     name = "micro_batch_size"
 

@@ -61,17 +61,7 @@ def _details_of(arguments: Arguments) -> dict[str, Any]:
 def find_conflicts(
     trainer: Any, pl_module: Any, technique: MicroBatching, *, allows_half_precision: bool
 ) -> list[Problem]:
-    """Find every reason why the batches of a Trainer cannot be split into micro-batches.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-        pl_module: Its LightningModule.
-        technique: What was requested.
-        allows_half_precision: Gradients of half-precision parameters are summed in float32.
-
-    Returns:
-        All problems, empty if they can.
-    """
+    """Find every reason why the batches of a Trainer cannot be split into micro-batches."""
     what = f"`micro_batch_size={technique.micro_batch_size!r}`"
     is_auto = technique.micro_batch_size == "auto"
     problems = [] if allows_half_precision else technique.check_module(pl_module)
@@ -148,14 +138,7 @@ def warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
 
 
 def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: str) -> None:
-    """Say that memory ran out and that the batch was repeated.
-
-    Args:
-        trainer: The Trainer.
-        runner: What repeated it.
-        name: The argument that begins with this size.
-        weighted: What the losses of micro-batches were proven to be weighted by; may be empty.
-    """
+    """Say that memory ran out and that the batch was repeated."""
     proven = f" The losses of micro-batches are {weighted}, as proven." if weighted else ""
     warn(
         trainer,
@@ -220,17 +203,7 @@ def describe_failed_rank(num_samples: int | None, where: str, advise: Advice) ->
 
 
 def part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
-    """Make what runs one micro-batch of a batch.
-
-    Args:
-        trainer: The Trainer.
-        parts: Runs micro-batches.
-        is_apart: Processes share gradients after the batch, and not in its last backward pass: one
-            that runs out of memory must not leave the others waiting.
-
-    Returns:
-        As for `MicroBatchRunner.run`.
-    """
+    """Make what runs one micro-batch of a batch."""
     context = alone if is_apart else without_sync
 
     def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
@@ -244,12 +217,7 @@ def part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
 
 
 class PlannedRoom:
-    """Keeps passes without a graph within the peak that was planned for a step.
-
-    Args:
-        peak: Measures passes.
-        limit_bytes: The planned peak.
-    """
+    """Keeps passes without a graph within the peak that was planned for a step."""
 
     def __init__(self, peak: PeakMemory, limit_bytes: int) -> None:
         self._peak, self._limit_bytes = peak, limit_bytes
@@ -280,15 +248,7 @@ class BatchProbe:
         self._largest = {True: (0, 0), False: (0, 0)}  # of those without and with gradients
 
     def is_open(self, batch: Any, is_fresh: bool) -> bool:
-        """Say whether a batch may need more memory than those before.
-
-        Args:
-            batch: The batch.
-            is_fresh: No gradients of earlier batches are kept beside it.
-
-        Returns:
-            True in the first steps, too.
-        """
+        """Say whether a batch may need more memory than those before."""
         numel, length = _extent(batch)
         most = self._largest[is_fresh]
         return self.num_steps < PROBED_STEPS or numel > most[0] or length > most[1]
@@ -322,14 +282,7 @@ def _extent(batch: Any) -> tuple[int, int]:
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Say whether a module takes statistics over the samples of a batch.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True if it has a layer of batch normalisation.
-    """
+    """Say whether a module takes statistics over the samples of a batch."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
 

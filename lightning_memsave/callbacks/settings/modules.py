@@ -46,15 +46,7 @@ _USE_BLOCKS = (BlockMicroBatching.argument, Offloading.argument)
 
 
 class ModuleSetting(Setting):
-    """A technique that changes the module.
-
-    Args:
-        name: Name of the argument that sets it.
-        technique: The technique, or ``None`` to leave the module unchanged.
-        value: What the user or the stack wrote for it.
-        is_asked: The user wrote it by name: it is set, or refused.
-        off_reason: Why there is no technique, where it is not the user's ``None``.
-    """
+    """A technique that changes the module."""
 
     def __init__(
         self,
@@ -154,12 +146,7 @@ class ActivationCheckpointingSetting(ModuleSetting):
         return setting
 
     def change(self, pl_module: nn.Module, which: Any) -> None:
-        """Recompute other blocks from now on, between two passes.
-
-        Args:
-            pl_module: The LightningModule.
-            which: As for `ActivationCheckpointing`; ``None`` for none.
-        """
+        """Recompute other blocks from now on, between two passes."""
         self.undo()
         self.value, self.technique = repr(which), None
         if which is None:
@@ -210,11 +197,7 @@ class ChunkedCrossEntropySetting(ModuleSetting):
             ]
 
     def before_backward(self, pl_module: Any) -> None:
-        """Materialize logits that are still referenced, with the weights from before the step.
-
-        Args:
-            pl_module: The LightningModule.
-        """
+        """Materialize logits that are still referenced, with the weights from before the step."""
         # With manual optimization the step is not over, and may still use its logits.
         if self._handle is not None and pl_module.automatic_optimization:
             materialize_referenced_logits(pl_module)
@@ -260,15 +243,7 @@ _KINDS: Mapping[type[Technique[Any]], type[ModuleSetting]] = {
 
 
 def read_module_setting(entry: Entry, arguments: Arguments) -> ModuleSetting:
-    """Make the setting of a registered technique.
-
-    Args:
-        entry: Its entry.
-        arguments: All arguments of ``MemSaveCallback`` by name.
-
-    Returns:
-        The setting.
-    """
+    """Make the setting of a registered technique."""
     assert entry.technique is not None, "settings of the Trainer read their own arguments"
     name, own = entry.argument, is_asked(arguments, entry.argument)
     technique, kind = (

@@ -187,14 +187,7 @@ class OffloadSetting(ModuleSetting):
         return max(found, key=lambda exactness: exactness.rank)
 
     def held_bytes(self, trainer: Any) -> int:
-        """Count what is in the memory of the host, optimizer state with it; 0 without offloading.
-
-        Args:
-            trainer: The Trainer, whose optimizers have made their state.
-
-        Returns:
-            Bytes, at the most that were there at a time.
-        """
+        """Count bytes in host memory, optimizer state with it; 0 without offloading."""
         handle = self._handle
         if handle is None:
             return 0

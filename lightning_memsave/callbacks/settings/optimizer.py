@@ -42,9 +42,6 @@ class TechniqueState:
     """What ``configure_optimizers`` on a module does with one technique.
 
     Copies of the module and pickles of it take the technique along, not the optimizers.
-
-    Args:
-        technique: What is applied to each optimizer.
     """
 
     def __init__(self, technique: Technique[Optimizer], yields: bool = False) -> None:
@@ -68,16 +65,6 @@ def enable(
     Several techniques are applied one after the other, each to what the one before has given. A
     module without ``configure_optimizers`` of its own is not patched, so that Lightning continues
     seeing that it has none.
-
-    Args:
-        pl_module: The LightningModule.
-        technique: Its field ``module``, if it has one, is filled in when it is applied.
-        yields: Leave all optimizers as they are where one of them does not go with it.
-
-    Returns:
-        The state, whose ``handles`` are there once Lightning has asked for the optimizers, and a
-        function that restores everything, to be called once the fit is over, for the technique
-        that came last first.
     """
     attributes = vars(pl_module)
     # Filled in for each call: a copy of the module must not hold on to the original.
@@ -120,12 +107,7 @@ def configure_optimizers(self: Any) -> Any:
 
 
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Load optimizer states as the strategy does, after translating them between 32 and 8 bits.
-
-    Args:
-        self: The strategy.
-        checkpoint: As loaded; it is not changed.
-    """
+    """Load optimizer states as the strategy does, after translating them between 32 and 8 bits."""
     states = checkpoint.get("optimizer_states", [])
     check_type(states, Sequence, "`optimizer_states`")
     translated = [
@@ -150,16 +132,7 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def rebind_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer) -> list[Undo]:
-    """Let learning rate schedulers, and those inside them, work on another optimizer.
-
-    Args:
-        schedulers: Any objects; those that do not refer to ``old`` are left alone.
-        old: The optimizer with which they were made.
-        new: The optimizer that shares its groups.
-
-    Returns:
-        Functions that restore them.
-    """
+    """Let learning rate schedulers, and those inside them, work on another optimizer."""
     undo: list[Undo] = []
     for scheduler in _with_inner(schedulers):
         attributes = vars(scheduler)
@@ -290,13 +263,6 @@ class OptimizerSetting(Setting):
 
     Checkpoints whose optimizer state has another format are converted when they are loaded, with
     and without a technique.
-
-    Args:
-        technique: The technique, or ``None`` to leave optimizers as they are.
-        value: What the user wrote for it.
-        is_asked: The user wrote it by name: it is set, or refused.
-        off_reason: Why there is no technique, where it is not the user's ``None``.
-        saves_all: Small savings count as well, as in a stack for the least memory.
     """
 
     name = "optimizer"

@@ -40,17 +40,7 @@ _OFF = "set `optimizer_in_backward=None`"
 def find_conflicts(
     trainer: Any, pl_module: Any, technique: OptimizerInBackward, what: str
 ) -> list[Problem]:
-    """Find every reason why the module cannot be updated in backward.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-        pl_module: Its LightningModule.
-        technique: What was requested.
-        what: The setting, as the user wrote it.
-
-    Returns:
-        All problems, empty if it can.
-    """
+    """Find every reason why the module cannot be updated in backward."""
     problems = []
     if not pl_module.automatic_optimization:
         problems.append(
@@ -86,14 +76,7 @@ def find_risks(pl_module: Any, what: str) -> list[Problem]:
 
 
 def clipping_of(trainer: Any) -> dict[str, Any]:
-    """Find out what the Trainer clips.
-
-    Args:
-        trainer: The Trainer.
-
-    Returns:
-        The same as settings of `OptimizerInBackward`; empty if it clips nothing.
-    """
+    """Find out what the Trainer clips."""
     bound = trainer.gradient_clip_val
     if bound is None or bound <= 0:  # for Lightning, both mean no bound
         return {}
@@ -103,14 +86,7 @@ def clipping_of(trainer: Any) -> dict[str, Any]:
 
 
 def advice_for(pl_module: Any) -> tuple[str, str]:
-    """Say where a second gradient in a step may come from in a Trainer.
-
-    Args:
-        pl_module: The LightningModule.
-
-    Returns:
-        The likely cause, as a clause, and what to do about it.
-    """
+    """Say where a second gradient in a step may come from in a Trainer."""
     owner = type(pl_module).__name__
     if has_foreign(pl_module, "optimizer_step"):
         return (
@@ -206,16 +182,7 @@ def _of_hooks(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
 
 
 class OptimizerInBackwardSetting(Setting):
-    """Each parameter is updated as soon as its gradient is complete.
-
-    Args:
-        technique: The settings, or ``None`` to update all parameters after backward.
-        value: What the user wrote for it.
-        is_asked: The user wrote it by name: it is set, or refused.
-        halves_batches: Batches pass whole until memory runs out.
-        off_reason: Why there is no technique, where it is not the user's ``None``.
-        is_offloaded: The host updates the weights.
-    """
+    """Each parameter is updated as soon as its gradient is complete."""
 
     name = "optimizer_in_backward"
 

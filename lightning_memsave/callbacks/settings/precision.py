@@ -38,15 +38,6 @@ class PrecisionSetting(Setting):
     """The Trainer's precision, as if its constructor had been given it.
 
     Lightning's own connector builds the plugin, so the gradient scaler is the one that it picks.
-
-    Args:
-        precision: A long name, ``"auto"``, or ``None`` to leave the Trainer's. ``"auto"`` means
-            ``"bf16-mixed"`` on CUDA GPUs with native bfloat16, unless the Trainer or a plugin says
-            otherwise; elsewhere it changes nothing.
-        written: How messages name it; the argument, if nothing is given.
-        required_by_bf16_weights: Weights in bfloat16 need it, and cannot stay without.
-        is_asked: The user wrote it, or weights in bfloat16, by name: it is set, or refused.
-        off_reason: Why the Trainer's stays, where it is not the user's ``None``.
     """
 
     name = "precision"
@@ -141,18 +132,7 @@ def find_conflicts(
     written: str = "",
     required_by_bf16_weights: bool = False,
 ) -> list[Problem]:
-    """Find every reason why a Trainer cannot be given a precision.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-        pl_module: Its LightningModule.
-        wanted: One of `PRECISIONS`.
-        written: How messages name it; the argument, if nothing is given.
-        required_by_bf16_weights: Weights in bfloat16 need it: without it they must go as well.
-
-    Returns:
-        All problems, empty if it can.
-    """
+    """Find every reason why a Trainer cannot be given a precision."""
     state = precision_state(trainer)
     what = written or f"`precision={wanted!r}`"
     # What the Trainer computes in is as good as ours, if it is the same.
@@ -236,11 +216,7 @@ def _emulates(trainer: Any, precision: str) -> bool:
 
 
 class TF32Setting(Setting):
-    """TF32 for float32 matrix products and convolutions on CUDA.
-
-    Args:
-        is_allowed: Whether to use it; ``None`` leaves torch's process-wide setting alone.
-    """
+    """TF32 for float32 matrix products and convolutions on CUDA."""
 
     name = "tf32"
     is_for_evaluation = True

@@ -23,26 +23,13 @@ def saves(num_bytes: int, what: str) -> str:
 
 
 def warn(trainer: Any, message: str, category: type[Warning]) -> None:
-    """Give a warning on rank zero.
-
-    Args:
-        trainer: The Trainer.
-        message: What happens, why, and what to type instead.
-        category: Class of the warning.
-    """
+    """Give a warning on rank zero."""
     if trainer.is_global_zero:
         warnings.warn(message, category, stacklevel=3)
 
 
 def describe(failure: BaseException) -> str:
-    """Write a failure in one line.
-
-    Args:
-        failure: What was raised.
-
-    Returns:
-        Class and message.
-    """
+    """Write a failure in one line."""
     return " ".join(f"{type(failure).__name__}: {failure}".split())
 
 
@@ -65,25 +52,12 @@ class Setting(ABC):
         self._undo: list[Callable[[], None]] = []
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find every conflict with this Trainer and module; changes nothing.
-
-        Args:
-            trainer: A Trainer in ``setup``.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems; none of a setting that goes with everything.
-        """
+        """Find every conflict with this Trainer and module; changes nothing."""
         return []
 
     @abstractmethod
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Make the changes, in ``setup`` of a fit, after every ``check`` was empty.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Make the changes, in ``setup`` of a fit, after every ``check`` was empty."""
 
     def yield_to(self, problems: Sequence[Problem], trainer: Any, pl_module: Any) -> None:
         """Stay off, and show why and what it would have saved."""
@@ -99,12 +73,7 @@ class Setting(ABC):
         return ""
 
     def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
-        """Apply what needs the set-up model, in ``on_fit_start``.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Apply what needs the set-up model, in ``on_fit_start``."""
 
     def undo(self) -> None:
         """Restore what was there before; a second call does nothing."""
@@ -119,17 +88,7 @@ def off_rows(setting: Setting) -> list[Row]:
 
 
 def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
-    """Make the table row of a technique.
-
-    Args:
-        name: Name of the argument that sets it.
-        value: What the user wrote for it.
-        handle: What its ``apply`` returned.
-        exactness: What it declares.
-
-    Returns:
-        A line of the table.
-    """
+    """Make the table row of a technique."""
     if not handle.changes:
         return Row(name, value, "off", handle.skipped)
     return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)
@@ -139,11 +98,7 @@ SettingT = TypeVar("SettingT", bound=Setting)
 
 
 class Settings:
-    """All settings of a callback.
-
-    Args:
-        settings: In the order in which they are applied; they are undone in reverse.
-    """
+    """All settings of a callback."""
 
     def __init__(self, settings: Sequence[Setting]) -> None:
         self._settings = settings
@@ -154,41 +109,16 @@ class Settings:
         return [row for setting in self._settings for row in setting.rows]
 
     def find(self, kind: type[SettingT]) -> SettingT:
-        """Give the setting of a class.
-
-        Args:
-            kind: One of which there is one.
-
-        Returns:
-            The setting.
-        """
+        """Give the setting of a class."""
         return next(setting for setting in self._settings if isinstance(setting, kind))
 
     def conflicts_of(self, name: str, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what conflicts with a setting; changes nothing.
-
-        Args:
-            name: Of the setting.
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems.
-        """
+        """Find what conflicts with a setting; changes nothing."""
         chosen = [setting for setting in self._settings if setting.name == name]
         return [problem for s in chosen for problem in s.check(trainer, pl_module)]
 
     def apply(self, trainer: Any, pl_module: Any, is_fit: bool) -> list[Problem]:
-        """Apply every setting, or none.
-
-        Args:
-            trainer: A Trainer in ``setup``.
-            pl_module: Its LightningModule.
-            is_fit: Not for validation, test or prediction.
-
-        Returns:
-            Every conflict; nothing has been changed if there is one.
-        """
+        """Apply every setting, or none."""
         chosen = [s for s in self._settings if is_fit or s.is_for_evaluation]
         problems = [p for s in chosen if s.is_asked for p in s.check(trainer, pl_module)]
         if problems:
@@ -225,11 +155,7 @@ class Settings:
         return problems
 
     def undo(self) -> list[str]:
-        """Restore everything; a second call does nothing.
-
-        Returns:
-            What could not be restored, one line each; it keeps nothing else from being restored.
-        """
+        """Restore everything; a second call does nothing."""
         failures = []
         for setting in reversed(self._settings):
             try:
@@ -240,11 +166,7 @@ class Settings:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Restore everything if what is done inside fails.
-
-        Yields:
-            Once.
-        """
+        """Restore everything if what is done inside fails."""
         try:
             yield
         except BaseException as error:

@@ -11,17 +11,7 @@ Arguments = Mapping[str, Any]
 
 
 def exactness_limit(arguments: Arguments) -> Exactness:
-    """Read how far results may move.
-
-    Args:
-        arguments: All arguments of ``MemSaveCallback`` by name.
-
-    Returns:
-        The limit.
-
-    Raises:
-        ConfigurationError: If it is not a valid exactness.
-    """
+    """Read how far results may move."""
     try:
         return Exactness(arguments["exactness"])
     except ValueError as error:
@@ -37,19 +27,7 @@ def is_asked(arguments: Arguments, name: str) -> bool:
 
 
 def why_beyond(arguments: Arguments, name: str, exactness: Exactness) -> str:
-    """Say why the limit switches off what is left to a stack.
-
-    Args:
-        arguments: All arguments of ``MemSaveCallback`` by name.
-        name: Name of a setting.
-        exactness: What its value declares.
-
-    Returns:
-        The reason; empty if it may be on.
-
-    Raises:
-        ConfigurationError: If the user asked for it by name.
-    """
+    """Say why the limit switches off what is left to a stack."""
     limit = exactness_limit(arguments)
     if limit.allows(exactness):
         return ""
@@ -63,31 +41,14 @@ def why_beyond(arguments: Arguments, name: str, exactness: Exactness) -> str:
 
 
 def as_given(arguments: Arguments, name: str) -> str:
-    """Write an argument, with the stack that it comes from if the user has not given it.
-
-    Args:
-        arguments: All arguments of ``MemSaveCallback`` by name, with those of its stack.
-        name: Name of the argument.
-
-    Returns:
-        Code for a message.
-    """
+    """Write an argument, with the stack that it comes from if the user has not given it."""
     from_stack = arguments["stack"] is not None and name in arguments["from_stack"]
     of_stack = f" of `stack={arguments['stack']!r}`" if from_stack else ""
     return f"`{name}={arguments[name]!r}`{of_stack}"
 
 
 def refuse_technique(name: str, value: object, expected: type[Technique[Any]]) -> None:
-    """Refuse a technique where another one or a plain value belongs.
-
-    Args:
-        name: Name of a setting.
-        value: Its value.
-        expected: The technique that belongs there.
-
-    Raises:
-        ConfigurationError: If it is another technique, or a class.
-    """
+    """Refuse a technique where another one or a plain value belongs."""
     if isinstance(value, Technique) or (isinstance(value, type) and issubclass(value, Technique)):
         raise ConfigurationError(
             f"`{name}={value!r}` is not an instance of `{expected.__name__}`. Use "
@@ -96,19 +57,7 @@ def refuse_technique(name: str, value: object, expected: type[Technique[Any]]) -
 
 
 def read_flag(arguments: Arguments, name: str, allowed: tuple[bool | None, ...]) -> bool | None:
-    """Read an argument that has a few values only.
-
-    Args:
-        arguments: All arguments of ``MemSaveCallback`` by name.
-        name: Its name.
-        allowed: Its values.
-
-    Returns:
-        The value.
-
-    Raises:
-        ConfigurationError: If it is none of these.
-    """
+    """Read an argument that has a few values only."""
     value = arguments[name]
     if not any(value is option for option in allowed):
         options = ", ".join(f"`{name}={option}`" for option in allowed)

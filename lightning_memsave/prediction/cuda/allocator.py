@@ -26,13 +26,7 @@ _ADDRESS_SPACE_BYTES = 2**36 * _LARGE_SEGMENT_BYTES  # of an expandable segment;
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """Settings of torch's allocator.
-
-    Args:
-        expandable_segments: One segment per pool that grows by pages, instead of many of fixed
-            size.
-        max_split_bytes: Larger blocks are not split; ``None`` for no limit.
-    """
+    """Settings of torch's allocator."""
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None
@@ -60,13 +54,6 @@ class CachingAllocator:
     cached, each for the stream on which it was allocated. Follows
     ``c10/cuda/CUDACachingAllocator.cpp`` with the constants of torch 2.13
     (``c10/core/AllocatorConfig.h``), for one device.
-
-    Args:
-        capacity_bytes: Device memory available to this allocator; ``None`` for no limit.
-        settings: As in ``PYTORCH_CUDA_ALLOC_CONF``.
-
-    Raises:
-        ConfigurationError: If ``capacity_bytes`` is less than 1.
 
     Note:
         Not modelled: tensors that another stream uses (``record_stream``), graphs, private pools,
@@ -112,20 +99,7 @@ class CachingAllocator:
         return self.reserved_bytes - self.allocated_bytes
 
     def malloc(self, num_bytes: int, stream: str = "") -> int:
-        """Allocate a free block if one fits, else a new segment (``malloc``).
-
-        Args:
-            num_bytes: Requested bytes. Allocated bytes grow by the size of the block, as in
-                ``torch.cuda.memory_allocated``.
-            stream: Name of the current stream.
-
-        Returns:
-            A handle for ``free``; 0 for a request of 0 bytes, like torch's null pointer.
-
-        Raises:
-            ConfigurationError: If ``num_bytes`` is negative.
-            MemoryExhaustedError: If it exceeds the capacity, even without cached blocks.
-        """
+        """Allocate a free block if one fits, else a new segment (``malloc``)."""
         if num_bytes < 0:
             raise ConfigurationError(f"`num_bytes={num_bytes}` is negative. Use 0 or more.")
         if num_bytes == 0:
@@ -156,14 +130,7 @@ class CachingAllocator:
         return block.address
 
     def free(self, handle: int) -> None:
-        """Free a block and merge it with free neighbours (``free_block``).
-
-        Args:
-            handle: Handle from ``malloc``.
-
-        Raises:
-            ConfigurationError: If no allocated block has this handle.
-        """
+        """Free a block and merge it with free neighbours (``free_block``)."""
         if handle == 0:
             return
         block = self._used.pop(handle, None)
@@ -176,17 +143,7 @@ class CachingAllocator:
         block.pool.put(block.joined())
 
     def replay(self, events: Iterable[Change]) -> None:
-        """Replay the allocations and frees of a program.
-
-        Args:
-            events: Id of a storage and its change in bytes, in order: positive when allocated,
-                negative when freed; then the stream. A resized storage gets its new block before
-                the old one is freed, as in ``resize_bytes_cuda``.
-
-        Raises:
-            ConfigurationError: If the size of a storage becomes negative.
-            MemoryExhaustedError: If it exceeds the capacity.
-        """
+        """Replay the allocations and frees of a program."""
         alive: dict[int, tuple[int, int]] = {}
         for storage, change, *stream in events:
             handle, num_bytes = alive.pop(storage, (0, 0))
@@ -196,11 +153,7 @@ class CachingAllocator:
             self.free(handle)
 
     def segments(self) -> list[list[tuple[int, int, bool]]]:
-        """List reserved memory, like ``torch.cuda.memory_snapshot``.
-
-        Returns:
-            For each segment its blocks: address, bytes, and whether it is allocated.
-        """
+        """List reserved memory, like ``torch.cuda.memory_snapshot``."""
         return [
             [(b.address, b.size, not b.is_free) for b in head.and_following() if b.is_mapped]
             for pool in self._pools.values()
@@ -366,15 +319,6 @@ def least_capacity(
 
     Before it raises, torch returns cached segments to the driver and retries, so this is less than
     the reserved bytes without a limit.
-
-    Args:
-        events: As for ``CachingAllocator.replay``.
-        low: A lower bound in bytes: the peak of allocated bytes.
-        high: A sufficient capacity in bytes, such as the peak of reserved bytes.
-        settings: Of the allocator.
-
-    Returns:
-        Bytes, exact to the larger of one small segment and 0.4 % of ``high``.
 
     Example:
         >>> mib = 2**20

@@ -29,12 +29,7 @@ class _Inputs(NamedTuple):
 
 
 class Attention:
-    """``aten::scaled_dot_product_attention`` with CUDA's kernels, on fake tensors.
-
-    Args:
-        kernel: The kernel to prefer; ``None`` for torch's order: flash, efficient, math.
-        capability: Compute capability of the device, for example ``(7, 5)`` for a T4.
-    """
+    """``aten::scaled_dot_product_attention`` with CUDA's kernels, on fake tensors."""
 
     def __init__(self, kernel: str | None, capability: tuple[int, int]) -> None:
         self._kernel = kernel
@@ -61,14 +56,7 @@ class Attention:
         return _RUN[self.choose(inputs)](inputs)
 
     def choose(self, inputs: _Inputs) -> str:
-        """Select the kernel (``select_sdp_backend`` in ``transformers/cuda/sdp_utils.cpp``).
-
-        Args:
-            inputs: The arguments of attention.
-
-        Returns:
-            One of `KERNELS`, or ``"cudnn"``: the first that is enabled and supports the arguments.
-        """
+        """Select the kernel (``select_sdp_backend`` in ``transformers/cuda/sdp_utils.cpp``)."""
         if self._kernel == "math":
             return "math"
         # Without a mask, cuDNN's kernel saves the same tensors as flash.

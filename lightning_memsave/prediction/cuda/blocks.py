@@ -9,18 +9,7 @@ Key = tuple[int, int, "Block"]  # size and address, the order of free blocks; ad
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block of a segment.
-
-    Args:
-        address: Its first address.
-        size: Its size in bytes.
-        pool: The pool of its segment.
-        is_free: Whether it is free.
-        is_mapped: Whether the addresses are mapped to memory; false in the unused part of an
-            expandable segment.
-        previous: The previous block of the segment.
-        next: The next block of the segment.
-    """
+    """A block of a segment."""
 
     address: int
     size: int
@@ -49,14 +38,7 @@ class Block:
             block = block.next
 
     def cut(self, size: int) -> "Block":
-        """Split a block that is in no list.
-
-        Args:
-            size: Bytes that it keeps.
-
-        Returns:
-            The remainder, in no list either.
-        """
+        """Split a block that is in no list."""
         rest = Block(self.address + size, self.size - size, self.pool)
         rest.is_mapped, rest.previous, rest.next = self.is_mapped, self, self.next
         if rest.next is not None:
@@ -65,11 +47,7 @@ class Block:
         return rest
 
     def joined(self) -> "Block":
-        """Merge a block that is in no list with free neighbours (``try_merge_blocks``).
-
-        Returns:
-            The merged block.
-        """
+        """Merge a block that is in no list with free neighbours (``try_merge_blocks``)."""
         block = self
         if self.next is not None and self._take_mergeable(self.next):
             block = _merge(self, self.next)
@@ -86,15 +64,7 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Pool:
-    """The free list of one allocator pool.
-
-    Args:
-        is_small: Whether it serves small requests, not large ones.
-        page_bytes: Growth of an expandable segment.
-        heads: The first block of each segment.
-        free: Free blocks by size, then address (``BlockComparatorSize``).
-        unmapped: Blocks without memory, by address.
-    """
+    """The free list of one allocator pool."""
 
     is_small: bool
     page_bytes: int

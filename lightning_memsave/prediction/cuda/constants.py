@@ -9,14 +9,7 @@ from lightning_memsave.units import KIB, MIB, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class _Constants:
-    """What a process needs on a GPU beside tensors.
-
-    Args:
-        context_bytes: The CUDA context with the kernels of a training step.
-        workspace_bytes: The cuBLAS workspace of each thread that runs matrix products.
-        nccl_bytes: A communicator of NCCL between two processes, and between more.
-        margin: Share of the GPU to leave free, and the least number of bytes.
-    """
+    """What a process needs on a GPU beside tensors."""
 
     context_bytes: int
     workspace_bytes: int
@@ -69,28 +62,13 @@ def context_bytes(capability: tuple[int, int]) -> int:
 
 
 def distributed_bytes(capability: tuple[int, int], num_processes: int) -> int:
-    """Return the bytes of NCCL in each process, which are outside of torch's allocator.
-
-    Args:
-        capability: Compute capability of the device.
-        num_processes: Processes that train together, one per GPU.
-
-    Returns:
-        Bytes of one communicator; 0 for one process.
-    """
+    """Return the bytes of NCCL in each process, which are outside of torch's allocator."""
     pair, more = _constants_of(capability).nccl_bytes
     return 0 if num_processes < 2 else pair if num_processes == 2 else more
 
 
 def margin_bytes(total_bytes: int, capability: tuple[int, int] = (8, 0)) -> int:
     """Return the bytes to leave free on a GPU for what a prediction does not know.
-
-    Args:
-        total_bytes: Memory of the GPU.
-        capability: Its compute capability.
-
-    Returns:
-        A share of the GPU, and no less than a fixed size.
 
     Example:
         >>> margin_bytes(8 * 2**30), margin_bytes(80 * 10**9)
@@ -102,13 +80,6 @@ def margin_bytes(total_bytes: int, capability: tuple[int, int] = (8, 0)) -> int:
 
 def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
     """Return the workspaces that cuBLAS holds in torch's allocator after the first matrix product.
-
-    Args:
-        capability: Compute capability of the device.
-        config: Value of ``CUBLAS_WORKSPACE_CONFIG``; ``None`` to read it from the environment.
-
-    Returns:
-        Bytes for the threads of the forward and the backward pass.
 
     Example:
         >>> workspaces(config=""), workspaces((9, 0), ""), workspaces(config=":16:8")

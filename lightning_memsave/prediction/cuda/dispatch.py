@@ -22,9 +22,6 @@ class Overrides:
     As they are in the dispatcher, they also apply to calls from C++, backward and recomputation.
     Real tensors keep torch's kernels. Only one instance can be active: torch holds one Python
     function per operator and key.
-
-    Raises:
-        MissingDependencyError: If torch is too old to call a kernel that was replaced.
     """
 
     def __init__(self) -> None:
@@ -37,14 +34,7 @@ class Overrides:
         self._library = torch.library.Library("aten", "IMPL")
 
     def add(self, name: str, key: str, kernel: Kernel | None) -> None:
-        """Override an operator.
-
-        Args:
-            name: The operator and its overload, such as ``"sum.dim_IntList"``.
-            key: Name of the dispatch key to register at.
-            kernel: Called for fake tensors, with the arguments of the operator. ``None`` skips
-                the key and continues with the next one.
-        """
+        """Override an operator."""
         below = functools.partial(_call_below, name, key)
         of_torch = _kernel_of_torch(name, key) or below
 
@@ -63,14 +53,7 @@ class Overrides:
         sizes: Callable[..., Sequence[int]],
         before: Callable[..., Sequence[int]] = lambda *_, **__: (),
     ) -> None:
-        """Allocate scratch memory while an operator runs.
-
-        Args:
-            name: As in ``add``.
-            sizes: Computes from the arguments of the operator the bytes of each block that comes
-                after its results; -1 frees the first before the next is allocated, -2 the second.
-            before: The same for blocks that come before.
-        """
+        """Allocate scratch memory while an operator runs."""
         key = "AutogradCPU"
         of_torch = _kernel_of_torch(name, key)
         assert of_torch is not None, "every operator has a kernel there"

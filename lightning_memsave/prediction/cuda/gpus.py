@@ -14,16 +14,7 @@ from lightning_memsave.units import GIB, MIB, format_bytes, parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What a device computes and moves in a second, at best.
-
-    Args:
-        float32: FLOP/s of products, all of them dense and summed in float32.
-        tf32: The same where torch may use TF32.
-        float16: The same in float16.
-        bfloat16: The same in bfloat16.
-        memory_bytes: Bytes/s between its memory and its cores.
-        host_bytes: Bytes/s from pinned host memory, one way.
-    """
+    """What a device computes and moves in a second, at best."""
 
     float32: float
     tf32: float
@@ -35,18 +26,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: memory, compute capability and throughput.
-
-    Args:
-        name: As in `GPUS`, or the size that the user gave.
-        total_bytes: ``total_memory`` as torch reports it. It is less than advertised: the driver
-            reserves a part, and so does error correction on some GPUs.
-        has_bf16: Whether it supports bfloat16 natively, from compute capability 8.0 on; assumed
-            if only a size is given.
-        compute_capability: Major and minor; ``None`` if only a size is given.
-        throughput: From its data sheet; ``None`` if only a size is given.
-        num_multiprocessors: ``None`` if only a size is given.
-    """
+    """A GPU: memory, compute capability and throughput."""
 
     name: str
     total_bytes: int
@@ -176,17 +156,6 @@ _LEAST_BYTES, _MOST_BYTES = 256 * MIB, 4096 * GIB
 def parse_gpu(text: str) -> Gpu:
     """Find a GPU by name, or construct one from a size.
 
-    Args:
-        text: A name of `GPUS` in any spelling, with or without the words that torch and NVIDIA add
-            to it, or a size with a unit. The size in a name may be omitted if there is only one.
-
-    Returns:
-        The GPU.
-
-    Raises:
-        ConfigurationError: If there is no such GPU, the name is ambiguous, or the size is not
-            realistic.
-
     Example:
         >>> parse_gpu("rtx 3060 12gb").name, parse_gpu("NVIDIA A100-SXM4-40GB").name
         ('RTX-3060-12GB', 'A100-40GB')
@@ -211,17 +180,7 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def as_gpu(gpu: object) -> Gpu | None:
-    """Convert a name or size to a GPU; return a `Gpu` and ``None`` unchanged.
-
-    Args:
-        gpu: A name, a size, a `Gpu` or ``None``.
-
-    Returns:
-        The GPU.
-
-    Raises:
-        ConfigurationError: If it is none of these.
-    """
+    """Convert a name or size to a GPU; return a `Gpu` and ``None`` unchanged."""
     if gpu is None or isinstance(gpu, Gpu):
         return gpu
     if not isinstance(gpu, str):

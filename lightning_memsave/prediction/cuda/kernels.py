@@ -157,22 +157,6 @@ def cuda_kernels(
     temporaries (optimizer, reductions, backward of attention and embeddings); see `ASSUMPTIONS`.
     Costs a few microseconds per operator.
 
-    Args:
-        attention: The kernel of ``scaled_dot_product_attention`` to prefer: ``"flash"``,
-            ``"efficient"`` or ``"math"``. ``None``, or a kernel that does not support the
-            arguments, means torch's own choice on CUDA.
-        capability: Compute capability of the device, for example ``(7, 5)`` for a T4, which has no
-            flash kernel.
-        num_multiprocessors: Multiprocessors of the device; ``None`` for those of an A100. The
-            scratch memory of reductions depends on it.
-
-    Yields:
-        Nothing; everything is restored afterwards, also after an exception.
-
-    Raises:
-        ConfigurationError: If ``attention`` or ``capability`` is invalid.
-        MissingDependencyError: If torch is too old for it.
-
     Note:
         Enter it inside ``FakeTensorMode``, before contexts that count memory; statistics of layer
         norm are right inside `fake_tensors`. It overrides
@@ -230,15 +214,7 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def module_assumptions(modules: Iterable[nn.Module], operators: Iterable[str]) -> tuple[str, ...]:
-    """Return assumptions on the CUDA kernels of some modules.
-
-    Args:
-        modules: All modules of the model.
-        operators: The operators of its step, such as ``"aten.convolution"``.
-
-    Returns:
-        One sentence each; empty if the model has no such modules.
-    """
+    """Return assumptions on the CUDA kernels of some modules."""
     lines = []
     if any("convolution" in operator for operator in operators):
         lines.append(

@@ -20,12 +20,7 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 153
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """How many blocks of threads a GPU runs at once.
-
-    Args:
-        number: Its multiprocessors.
-        capability: Its compute capability.
-    """
+    """How many blocks of threads a GPU runs at once."""
 
     number: int
     capability: tuple[int, int]
@@ -58,14 +53,6 @@ def reduction_scratch(
     """Return what a sum, mean or norm needs where several blocks of threads share a result.
 
     As ``setReduceConfig`` in Reduce.cuh: partial results, and a counter for each group of blocks.
-
-    Args:
-        input: The tensor.
-        dim: What is reduced; ``None`` or nothing for all.
-        processors: Of the GPU.
-
-    Returns:
-        Bytes of each allocation; empty if one block makes each result.
 
     Example:
         >>> import torch

@@ -41,12 +41,6 @@ class Copier:
     Everything that steps may change is copied: modules, small containers, objects of Python
     classes. Objects with data outside of Python, such as tokenizers and tables, are shared. Locks,
     open files and connections are replaced by a `StandIn`.
-
-    Args:
-        make_tensor: Returns the copy of a tensor.
-        memo: Copies by id of the original, as for `copy.deepcopy`.
-        deadline_s: `processor_time_s` at which to abort.
-        max_items: Items of longer containers are shared.
     """
 
     def __init__(
@@ -63,17 +57,7 @@ class Copier:
         self._kept: list[Any] = []  # keeps originals alive, so that their ids stay unique
 
     def __call__(self, value: Any) -> Any:
-        """Copy an object; a second call returns the same copy.
-
-        Args:
-            value: Any object.
-
-        Returns:
-            The copy, or the object itself.
-
-        Raises:
-            TimeoutError: If the deadline has passed.
-        """
+        """Copy an object; a second call returns the same copy."""
         if isinstance(value, _UNCHANGED):
             return value
         if id(value) not in self._memo:
@@ -208,16 +192,7 @@ def keep_originals(parameter: Tensor, converted: Tensor) -> None:
 
 
 def with_parameters_of(module: nn.Module, configured: Any) -> Any:
-    """Let optimizers train the copy of their module.
-
-    Args:
-        module: The copy.
-        configured: Result of ``configure_optimizers``; it holds parameters of the original if the
-            function was set on the instance.
-
-    Returns:
-        The same, or a copy whose optimizers hold parameters of the module and have no state.
-    """
+    """Let optimizers train the copy of their module."""
     memo: dict[int, Any] = {
         original: p for p in module.parameters() for original in originals_of(p)
     }

@@ -93,13 +93,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class FakeTensors:
-    """Copies modules and batches to fake tensors; see `fake_tensors`.
-
-    Args:
-        values: Tracks values that follow from the batch.
-        deadline_s: `processor_time_s` at which to abort copying.
-        gradients: Gradients of the copied modules, restored at the end.
-    """
+    """Copies modules and batches to fake tensors; see `fake_tensors`."""
 
     values: KnownValues
     deadline_s: float = math.inf
@@ -111,19 +105,7 @@ class FakeTensors:
         return tuple(self.values.guesses)
 
     def copy_module(self, module: ModuleT, without: Sequence[object] = ()) -> ModuleT:
-        """Copy a module to fake tensors; tied parameters stay tied.
-
-        Args:
-            module: Any module, on any device; the copy is on the CPU.
-            without: Objects that the copy replaces by ``None``, such as a Trainer.
-
-        Returns:
-            The copy.
-
-        Raises:
-            ConfigurationError: If it has lazy parameters, or cannot be copied.
-            TimeoutError: If the deadline passes.
-        """
+        """Copy a module to fake tensors; tied parameters stay tied."""
         memo: dict[int, Any] = {id(thing): None for thing in without}
         storages: dict[Any, Tensor] = {}
 
@@ -152,14 +134,7 @@ class FakeTensors:
         return copy
 
     def copy_batch(self, batch: Any) -> Any:
-        """Copy a batch to fake tensors; the values of small integer tensors stay known.
-
-        Args:
-            batch: Tensors in any nesting, or an object that holds them.
-
-        Returns:
-            The batch in the same nesting.
-        """
+        """Copy a batch to fake tensors; the values of small integer tensors stay known."""
         return map_tensors(batch, self._make_once, in_objects=True)
 
     def copy_whole_batch(self, batch: Any) -> Any:
@@ -194,14 +169,7 @@ def real_tensors() -> contextlib.AbstractContextManager[None]:
 
 
 def clone_batch(batch: Any) -> Any:
-    """Clone a fake batch into new storages.
-
-    Args:
-        batch: Result of `FakeTensors.copy_batch`.
-
-    Returns:
-        The clone, with the same known values; tensors that share memory still do.
-    """
+    """Clone a fake batch into new storages."""
     storages: dict[Any, Tensor] = {}
     return map_tensors(batch, lambda tensor: _clone_fake(tensor, storages), in_objects=True)
 
@@ -222,12 +190,6 @@ def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
     """Construct and train modules on fake tensors, without their memory and compute.
 
     Random states of torch, Python and numpy are restored afterwards.
-
-    Args:
-        deadline_s: `processor_time_s` at which to abort copying.
-
-    Yields:
-        Copies modules and batches to fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _random_states_restored(), _modules_convertible(), _no_tracing(), mode:
@@ -327,14 +289,7 @@ def _random_states_restored() -> Iterator[None]:
 
 
 def remedy_for(error: BaseException) -> str:
-    """Return a remedy for errors of user code that only occur on fake tensors or without a GPU.
-
-    Args:
-        error: Exception of user code.
-
-    Returns:
-        Two sentences; empty for any other error.
-    """
+    """Return a remedy for errors of user code that only occur on fake tensors or without a GPU."""
     if _ABOUT_GPU.search(str(error)):
         return (
             "The code requires a GPU, and predictions run without one. Make the device an "

@@ -11,31 +11,13 @@ aten = torch.ops.aten
 
 
 def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the largest possible result of an operator that selects elements.
-
-    Args:
-        func: The operator.
-        args: Its arguments, with fake tensors.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Fake tensors, or ``NotImplemented`` for other operators.
-    """
+    """Return the largest possible result of an operator that selects elements."""
     make = _LARGEST.get(func)
     return NotImplemented if make is None else make(*args, **kwargs)
 
 
 def packed_sequence(tensor: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Pack sequences as ``pack_padded_sequence`` does.
-
-    Args:
-        tensor: The padded sequences.
-        lengths: Lengths of the sequences, longest first.
-
-    Returns:
-        The packed tensor, and the number of sequences per step as a real tensor, which the kernels
-        of recurrent layers read.
-    """
+    """Pack sequences as ``pack_padded_sequence`` does."""
     sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
     packed = tensor.new_empty((sum(sizes), *tensor.shape[2:]))
     with _disable_current_modes():
@@ -49,18 +31,7 @@ def padded_sequence(
     padding: float,
     total_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """Pad sequences as ``_pad_packed_sequence`` does, without reading the input's memory.
-
-    Args:
-        data: The packed tensor.
-        batch_sizes: Number of sequences per step.
-        is_batch_first: Whether the sequences are the first axis of the result.
-        padding: Value behind the end of shorter sequences.
-        total_length: Length of the result, if longer than the longest sequence.
-
-    Returns:
-        The padded sequences and their lengths.
-    """
+    """Pad sequences as ``_pad_packed_sequence`` does, without reading the input's memory."""
     sizes = batch_sizes.tolist()
     shape = (max(total_length, len(sizes)), sizes[0], *data.shape[1:])
     padded = data.new_full(shape, padding)

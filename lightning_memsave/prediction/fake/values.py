@@ -50,12 +50,7 @@ def is_called_by_scaler() -> bool:
 
 
 def calling_line() -> str | None:
-    """Find the line of user code that reads a value: the innermost one outside of torch.
-
-    Returns:
-        File and line, or module and line of a torch optimizer; ``None`` for packages whose
-        branches do not affect memory.
-    """
+    """Find the line of user code that reads a value: the innermost one outside of torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -90,9 +85,6 @@ class KnownValues(TorchDispatchMode):
     reads in Python, or uses as a shape, has the value of the real step. Values that depend on
     weights or random numbers are guessed (conditions are true, all elements are selected) and
     listed in ``guesses``, as are those that depend on values marked by `mark_placeholder`.
-
-    Args:
-        mode: The active mode that makes the fake tensors.
     """
 
     supports_higher_order_operators = True

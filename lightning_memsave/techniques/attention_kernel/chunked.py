@@ -30,19 +30,7 @@ def attend(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' ``"sdpa"`` does, with scores for a few samples at a time.
-
-    Args:
-        module: The attention layer.
-        query: (samples, heads, tokens, features).
-        key: Keys, of the same layout.
-        value: Values, of the same layout.
-        attention_mask: Broadcastable to (samples, heads, queries, keys), or ``None``.
-        settings: Further arguments of transformers, such as ``dropout``.
-
-    Returns:
-        Output of shape (samples, tokens, heads, features), and ``None`` for attention weights.
-    """
+    """Compute attention as transformers' ``"sdpa"`` does, for a few samples at a time."""
     from transformers.integrations.sdpa_attention import (  # noqa: PLC0415 - on first use
         sdpa_attention_forward,
     )

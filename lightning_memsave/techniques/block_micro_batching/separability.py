@@ -25,16 +25,6 @@ def why_not_separable(
 
     Random states, buffers and arguments are as before afterwards. Of fake tensors only shapes are
     compared.
-
-    Args:
-        block: The block.
-        run: Its forward function.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        per_sample: Of each of their tensors, whether its first dimension is the batch.
-
-    Returns:
-        Why a batch cannot pass in parts, as a clause; empty if it can.
     """
     norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if any(norm.training for norm in norms):

@@ -28,14 +28,7 @@ _INPUTS_OF_GPU_TILE = 5
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The arguments of ``F.cross_entropy``, and the chunk size.
-
-    Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: Rows with this target are ignored.
-        label_smoothing: As for ``F.cross_entropy``.
-        chunk_size: Rows per chunk; ``None`` for automatic.
-    """
+    """The arguments of ``F.cross_entropy``, and the chunk size."""
 
     reduction: str = "mean"
     ignore_index: int = -100
@@ -45,18 +38,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of ``logits = scale * (sum(inputs[i] @ weights[i].T) + bias) + shift``.
-
-    Args:
-        inputs: Each (N, D).
-        weights: Each (V, D).
-        bias: (V,), or ``None``.
-        autocast_dtype: Type in which products are computed; ``None`` for that of the inputs.
-        scale: Factor of the logits.
-        shift: (V,), or ``None``.
-        host: What moves the only weight if it is on the host.
-        classes: The rows of such a weight that are the V classes; ``None`` for all.
-    """
+    """Operands of ``logits = scale * (sum(inputs[i] @ weights[i].T) + bias) + shift``."""
 
     inputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
@@ -91,16 +73,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Call:
-    """One loss to compute.
-
-    Args:
-        operands: The linear layer.
-        target: (M,) classes.
-        rows: (M,) row index of each target; ``None`` if M = N, in order.
-        class_weight: (V,), in the wide type, or ``None``.
-        settings: As for ``F.cross_entropy``.
-        has_ignored: Whether some targets may be ignored: their rows have the weight 0.
-    """
+    """One loss to compute."""
 
     operands: Operands
     target: Tensor
@@ -114,14 +87,6 @@ class Call:
 
         A chunk is about as large as the inputs, or a share of the weight in 32 bits. With fewer
         rows, reading the weight and writing its gradient would dominate.
-
-        Args:
-            has_gradients: Whether gradients are computed too.
-            needs: For each input, each weight and the bias, whether it needs a gradient, now or
-                later.
-
-        Returns:
-            R.
         """
         num_rows = len(self.target)
         if self.settings.chunk_size is not None:
@@ -207,14 +172,7 @@ class Call:
         return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
     def weight_tiles(self, tiles: Sequence[slice]) -> Iterator[list[Tensor]]:
-        """Return tiles of the weights, one list after the other.
-
-        Args:
-            tiles: The classes of each tile.
-
-        Yields:
-            The tile of each weight, in its type, on the device.
-        """
+        """Return tiles of the weights, one list after the other."""
         host = self.operands.host
         if host is None:
             yield from ([w[tile] for w in self.operands.weights] for tile in tiles)
@@ -247,14 +205,7 @@ class Call:
         return self.target != self.settings.ignore_index if self.has_ignored else None
 
     def weights_of_rows(self, counted: Tensor | None) -> Tensor:
-        """Return the weight of each row (M,): that of its class, or 1; 0 if it does not count.
-
-        Args:
-            counted: The result of `counted`.
-
-        Returns:
-            The weights; booleans where they are 0 and 1, which need a quarter of the memory.
-        """
+        """Return the weight of each row (M,): that of its class, or 1; 0 if it does not count."""
         if self.class_weight is None:
             if counted is not None:
                 return counted

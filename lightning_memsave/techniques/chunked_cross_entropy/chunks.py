@@ -21,12 +21,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
 
 
 class Gradients:
-    """Sums of gradients over chunks: inputs in the type of the product, weights in the wide type.
-
-    Args:
-        call: The loss.
-        needs: For each input, each weight and the bias, whether it needs a gradient.
-    """
+    """Sums of gradients over chunks: inputs in the product's type, weights in the wide one."""
 
     def __init__(self, call: Call, needs: tuple[bool, ...]) -> None:
         operands, num = call.operands, len(call.operands.inputs)
@@ -50,12 +45,7 @@ class Gradients:
             self.bias = operands.bias.new_zeros(operands.bias.shape, dtype=wide)
 
     def add(self, chunk: "Chunk", factors: Tensor | None) -> None:
-        """Add the gradients of a chunk.
-
-        Args:
-            chunk: The chunk; its logits are their gradient now, and may be changed.
-            factors: (R,) factors of the rows of this gradient; ``None`` for 1.
-        """
+        """Add the gradients of a chunk."""
         narrow = None
         if chunk.narrow is not None:
             narrow = self._to_narrow(chunk, chunk.narrow, factors)
@@ -89,14 +79,7 @@ class Gradients:
         return narrow[:, : chunk.logits.shape[1]]
 
     def finish(self, factor: Tensor) -> list[Tensor | None]:
-        """Scale the sums and release them.
-
-        Args:
-            factor: A scalar in the wide type.
-
-        Returns:
-            Gradients of inputs, weights and bias, each in the type of its tensor.
-        """
+        """Scale the sums and release them."""
         result = []
         for sums, dtypes in zip((self.inputs, self.weights), self._dtypes, strict=True):
             for i, dtype in enumerate(dtypes):
@@ -125,18 +108,7 @@ def run(
     *,
     has_normalizers: bool = False,
 ) -> Results:
-    """Compute the losses of rows and, with the same products, gradients of their weighted sum.
-
-    Args:
-        call: The loss.
-        coefficients: (M,) factors of the losses in the sum; ``None`` for no gradients.
-        needs: For each input, each weight and the bias, whether it needs a gradient, now or later.
-        has_normalizers: Whether to compute the normalizers, from which gradients can be computed
-            later.
-
-    Returns:
-        Losses, normalizers and gradients.
-    """
+    """Compute the losses of rows and, with the same products, gradients of their weighted sum."""
     losses = call.target.new_empty(len(call.target), dtype=call.operands.wide_dtype)
     normalizers = torch.empty_like(losses) if has_normalizers else None
     totals, sums = torch.empty_like(losses), None
@@ -169,14 +141,7 @@ def run(
 
 
 def finish_losses(call: Call, losses: Tensor, log_totals: Tensor, sums: Tensor | None) -> None:
-    """Complete losses, in place.
-
-    Args:
-        call: The loss.
-        losses: (M,) the largest logit minus that of the target.
-        log_totals: (M,) log(sum(exp(logits - largest))).
-        sums: (M,) weighted sums of the logits minus the largest, for label smoothing.
-    """
+    """Complete losses, in place."""
     counted = call.counted()
     losses += log_totals
     losses *= call.weights_of_rows(counted)
@@ -208,16 +173,7 @@ class Chunk(NamedTuple):
 def chunks_of_logits(
     call: Call, *, has_gradients: bool = False, needs: tuple[bool, ...] = ()
 ) -> Iterator[Chunk]:
-    """Compute logits chunk by chunk; call it inside `without_autograd`.
-
-    Args:
-        call: The loss.
-        has_gradients: Whether gradients will be computed of each chunk.
-        needs: For each input, each weight and the bias, whether it needs a gradient, now or later.
-
-    Yields:
-        The chunks, in order.
-    """
+    """Compute logits chunk by chunk; call it inside `without_autograd`."""
     operands, num_rows, width = call.operands, len(call.target), call.num_classes
     size = call.chunk_size(has_gradients=has_gradients, needs=needs)
     pairs = list(zip(operands.inputs, operands.weights, strict=True))
@@ -248,13 +204,7 @@ def without_autograd(call: Call) -> Iterator[None]:
 
 
 class Shares:
-    """Coefficients of probabilities, targets and smoothing in the gradient of the logits.
-
-    Args:
-        call: The loss.
-        coefficients: (M,) factors of the losses of the rows.
-        counts: (M,) weights of their targets.
-    """
+    """Coefficients of probabilities, targets and smoothing in the gradient of the logits."""
 
     def __init__(self, call: Call, coefficients: Tensor, counts: Tensor) -> None:
         smoothing = call.settings.label_smoothing
@@ -273,15 +223,7 @@ class Shares:
             self.of_all = self.of_target + self._of_each * sum_of_weights(call)
 
     def subtract_targets(self, chunk: Chunk, target: Tensor) -> Tensor | None:
-        """Turn probabilities into the gradient of the logits.
-
-        Args:
-            chunk: The chunk, with probabilities instead of logits.
-            target: (R, 1) classes.
-
-        Returns:
-            (R,) factors of the rows that are still to be applied; ``None`` for none.
-        """
+        """Turn probabilities into the gradient of the logits."""
         of_target = self.of_target[chunk.place]
         if self._of_each is None:
             # Before the multiplication: 1 is subtracted exactly from a probability near 1.

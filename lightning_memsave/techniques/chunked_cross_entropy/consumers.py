@@ -32,22 +32,7 @@ def cross_entropy_of(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute ``F.cross_entropy``, with its arguments.
-
-    Args:
-        part: The logits.
-        target: Classes.
-        weight: Weights of the classes, or ``None``.
-        *later: Further positional arguments.
-        size_average: Not supported.
-        ignore_index: As in torch.
-        reduce: Not supported.
-        reduction: As in torch.
-        label_smoothing: As in torch.
-
-    Returns:
-        The loss; ``NotImplemented`` if the arguments need materialized logits.
-    """
+    """Compute ``F.cross_entropy``, with its arguments."""
     if later:
         return cross_entropy_of(part, target, weight, **dict(zip(_LATER, later, strict=False)))
     is_usual = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
@@ -74,16 +59,7 @@ def cross_entropy_of(
 
 
 def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
-    """Compute ``torch.argmax`` over classes.
-
-    Args:
-        part: The logits.
-        *args: As for ``torch.argmax``.
-        **kwargs: As for ``torch.argmax``.
-
-    Returns:
-        The classes; ``NotImplemented`` for another axis, or if the logits are materialized.
-    """
+    """Compute ``torch.argmax`` over classes."""
     dim, keepdim = _dim_and_keepdim(*args, **kwargs)
     layout, product = part.layout, part.product
     is_class_dim = isinstance(dim, int) and dim % len(layout.size) == layout.dim_of_range
@@ -154,18 +130,7 @@ _ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 def view_of(
     part: Part, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Apply a view, conversion or scaling to deferred logits.
-
-    Args:
-        part: The logits.
-        name: Name of the function, one of `VIEWS`.
-        func: The function.
-        args: Its arguments after the first.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        One part or a list of them; ``NotImplemented`` if the results are not whole rows.
-    """
+    """Apply a view, conversion or scaling to deferred logits."""
     if name == "add":  # copy the vector, which may be changed later
         args = tuple(a.detach().clone() if _is_vector(part, a) else a for a in args)
     affine = _affine(part, name, args, kwargs)

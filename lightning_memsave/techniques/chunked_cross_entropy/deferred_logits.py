@@ -25,12 +25,7 @@ from lightning_memsave.units import format_bytes
 
 
 def warn_of_materialized_logits(part: Part, user: str) -> None:
-    """Warn, once per head, that its logits are materialized in training.
-
-    Args:
-        part: The logits.
-        user: The operation that needs them.
-    """
+    """Warn, once per head, that its logits are materialized in training."""
     settings = part.product.settings
     is_training = torch.is_grad_enabled() and part.product.has_graph
     if settings.has_warned or not is_training or part.is_computed:

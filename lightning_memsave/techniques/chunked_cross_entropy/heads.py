@@ -19,16 +19,7 @@ MIN_CLASSES = 1024
 def find_heads(
     model: nn.Module, selectors: Sequence[BlockSelector] | None
 ) -> tuple[list[Block], list[str]]:
-    """Find the heads of a model.
-
-    Args:
-        model: Any module.
-        selectors: Selectors of heads; ``None`` for Hugging Face's output embeddings, and in other
-            models layers outside of the blocks with more outputs than inputs.
-
-    Returns:
-        The heads, and a line for each layer that is not supported, with the reason.
-    """
+    """Find the heads of a model."""
     named = dict(model.named_modules())
     if selectors is not None:
         predicates = [_predicate(selector) for selector in selectors]
@@ -50,15 +41,7 @@ def find_heads(
 
 
 def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | None:
-    """Return the operands of a head for an input.
-
-    Args:
-        head: A head from `find_heads`.
-        input: Its input.
-
-    Returns:
-        The operands and the type of the output; ``None`` if it is not a plain matrix product.
-    """
+    """Return the operands of a head for an input."""
     if is_traced():
         return None
     base: Any = head.base_layer if is_lora(head) else head

@@ -10,61 +10,29 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class HostWeight(ABC):
-    """A weight (V, D) on the host.
-
-    Args:
-        weight: The parameter, whose ``data`` is on the host.
-    """
+    """A weight (V, D) on the host."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
 
     @abstractmethod
     def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up rows.
-
-        Args:
-            embedding: The module that does, for its settings.
-            ids: Indices of rows, on the device.
-
-        Returns:
-            The rows, with a graph if gradients are enabled.
-        """
+        """Look up rows."""
 
     @abstractmethod
     def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
-        """Bring tiles of rows to the device, the next one while one is used.
-
-        Args:
-            places: Slices of the rows.
-            device: The device.
-
-        Yields:
-            The tiles; the memory of one is used again for the one after the next.
-        """
+        """Bring tiles of rows to the device, the next one while one is used."""
 
     @abstractmethod
     def add_gradient(self, place: slice, gradient: Tensor) -> None:
-        """Add the gradient of a tile to that of the weight; call it in backward.
-
-        Args:
-            place: Slice of the rows.
-            gradient: Their gradient, on the device.
-        """
+        """Add the gradient of a tile to that of the weight; call it in backward."""
 
 
 _HOST_WEIGHTS: Any = WeakIdKeyDictionary()
 
 
 def set_host_weight(host: HostWeight) -> Callable[[], None]:
-    """Register a weight on the host.
-
-    Args:
-        host: What moves it.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Register a weight on the host."""
     _HOST_WEIGHTS[host.weight] = host
     return lambda: _HOST_WEIGHTS.pop(host.weight, None)
 
@@ -76,16 +44,7 @@ def host_weight_of(weight: Tensor) -> HostWeight | None:
 
 
 def host_linear(x: Tensor, host: HostWeight, bias: Tensor | None) -> Tensor:
-    """Compute ``F.linear(x, weight, bias)`` tile by tile of the weight.
-
-    Args:
-        x: (..., D).
-        host: Moves the weight.
-        bias: (V,), or ``None``.
-
-    Returns:
-        (..., V), in the type of autocast if it is enabled.
-    """
+    """Compute ``F.linear(x, weight, bias)`` tile by tile of the weight."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)

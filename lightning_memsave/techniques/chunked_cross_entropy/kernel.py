@@ -45,12 +45,7 @@ class _Counted:
         return _is_most(int(self._num_counted), self._num_rows)
 
     def note(self, counted: Tensor | int, num_rows: int) -> None:
-        """Remember a call.
-
-        Args:
-            counted: How many rows count, or which (M,).
-            num_rows: M.
-        """
+        """Remember a call."""
         self._num_rows, self._event = num_rows, None
         if isinstance(counted, int):
             self._num_counted = counted
@@ -77,16 +72,7 @@ _COUNTED: Any = WeakIdKeyDictionary()
 
 
 def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | None:
-    """Choose the rows for which to compute the loss.
-
-    Args:
-        operands: The linear layer.
-        target: (M,) classes.
-        ignored: Class of the rows that do not count.
-
-    Returns:
-        The indices of those that count; ``None`` for all rows, with weight 0 for the others.
-    """
+    """Choose the rows for which to compute the loss."""
     num_rows = len(target)
     counted = target != ignored
     num_counted = known_count(target, ignored)
@@ -129,16 +115,6 @@ def linear_cross_entropy(
     Chunks of rows are processed one after the other, in 32 bits. If gradients are needed, they are
     computed in forward too, with three matrix products in total as in the ordinary computation, and
     backward only scales them. Ignored rows are skipped if there are more than an eighth of them.
-
-    Args:
-        operands: The linear layer.
-        target: (M,) classes.
-        rows: (M,) row index of each target; ``None`` if M = N, in order.
-        class_weight: (V,), or ``None``.
-        settings: As for ``F.cross_entropy``.
-
-    Returns:
-        The loss, in 32 bits or more.
     """
     num_targets = len(target)
     chosen = _choose_rows(operands, target, settings.ignore_index)

@@ -16,16 +16,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a view of a matrix (N, V), or of a copy of such a view.
-
-    Args:
-        size: Shape of the tensor.
-        stride: Strides in elements of the matrix.
-        offset: Storage offset in elements.
-        num_rows: N, of the matrix that it is a view of.
-        num_classes: V.
-        copied: Layout that the matrix is a row-by-row copy of; ``None`` for the layer's own output.
-    """
+    """Layout of a view of a matrix (N, V), or of a copy of such a view."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,15 +27,7 @@ class Layout:
 
     @classmethod
     def of_whole(cls, lead: tuple[int, ...], num_classes: int) -> "Layout":
-        """Return the layout of the output of a layer.
-
-        Args:
-            lead: Shape of its input without the last axis.
-            num_classes: V.
-
-        Returns:
-            The layout.
-        """
+        """Return the layout of the output of a layer."""
         meta = torch.empty((*lead, num_classes), device="meta")
         return cls(tuple(meta.shape), tuple(meta.stride()), 0, math.prod(lead), num_classes)
 
@@ -88,14 +71,7 @@ class Layout:
         return Layout(size, stride, int(offset), self.num_rows, self.num_classes, self.copied)
 
     def of_copy(self, copy: Tensor) -> "Layout | None":
-        """Return the layout of a copy, perhaps reshaped, of the tensor from `to_meta`.
-
-        Args:
-            copy: The copy.
-
-        Returns:
-            Its layout; ``None`` if its rows are not whole or in another order.
-        """
+        """Return the layout of a copy, perhaps reshaped, of the tensor from `to_meta`."""
         same_place = (tuple(copy.shape), copy.stride()) == (self.size, self.stride)
         if same_place and copy.numel() == self.num_rows * self.num_classes:
             return self
@@ -106,14 +82,7 @@ class Layout:
         return Layout(size, stride, 0, copy.numel() // size[-1], size[-1], copied=self)
 
     def rows(self, device: torch.device) -> Tensor | None:
-        """Return the indices of the rows of the layer's output that the tensor consists of.
-
-        Args:
-            device: Device of the result.
-
-        Returns:
-            Indices of shape (M,); ``None`` for all rows in order.
-        """
+        """Return the indices of the rows of the layer's output that the tensor consists of."""
         before = None if self.copied is None else self.copied.rows(device)
         kept = [i for i in range(len(self.size)) if i != self.dim_of_range]
         size = [self.size[i] for i in kept]
@@ -144,13 +113,7 @@ def live_products() -> "list[Product]":
 
 
 class Product:
-    """The output of a linear layer that has not been computed.
-
-    Args:
-        operands: The layer, and inputs of shape (..., D).
-        dtype: Type of the output.
-        settings: Settings of its head.
-    """
+    """The output of a linear layer that has not been computed."""
 
     def __init__(self, operands: Operands, dtype: torch.dtype, settings: "HeadSettings") -> None:
         self.operands = operands
@@ -191,17 +154,7 @@ class Product:
         return [tensor for tensor in found if tensor is not None]
 
     def compute(self, tensors: list[Tensor] | None = None) -> Tensor:
-        """Compute the output as the layer does.
-
-        Args:
-            tensors: Operands to use instead of `tensors`.
-
-        Returns:
-            The logits, with their graph if gradients are enabled.
-
-        Raises:
-            IncompatibleError: If inputs or weights have changed since.
-        """
+        """Compute the output as the layer does."""
         self.check_unchanged()
         dtype, num = self.operands.autocast_dtype, len(self.operands.inputs)
         tensors = self.tensors() if tensors is None else tensors
@@ -220,11 +173,7 @@ class Product:
             return logits.to(self.dtype)
 
     def check_unchanged(self) -> None:
-        """Raise if inputs or weights have changed since the product was deferred.
-
-        Raises:
-            IncompatibleError: If they have.
-        """
+        """Raise if inputs or weights have changed since the product was deferred."""
         for i, (tensor, state) in enumerate(zip(self.tensors(), self._states, strict=True)):
             if _state_of(tensor) != state:
                 is_input = i < len(self.operands.inputs)
@@ -234,12 +183,7 @@ class Product:
 
 @dataclass
 class HeadSettings:
-    """Settings and state of a head.
-
-    Args:
-        name: Name of its module.
-        chunk_size: Rows per chunk of the loss; ``None`` for automatic.
-    """
+    """Settings and state of a head."""
 
     name: str
     chunk_size: int | None = None
@@ -248,16 +192,7 @@ class HeadSettings:
 
 
 class Part:
-    """A deferred tensor: a product, or a view or conversion of it.
-
-    Args:
-        product: The product.
-        layout: Its layout in the product.
-        dtype: Type of the tensor.
-        requires_grad: Whether it has a graph.
-        parent: The part that it is derived from; ``None`` for the whole product.
-        make: Computes its values from those of the parent.
-    """
+    """A deferred tensor: a product, or a view or conversion of it."""
 
     def __init__(
         self,

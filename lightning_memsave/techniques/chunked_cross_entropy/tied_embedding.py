@@ -60,15 +60,7 @@ def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
 
 
 def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Pass the gradient of a head's weight to embeddings that run later in this backward pass.
-
-    Args:
-        weight: The weight.
-        gradient: Its gradient, in its type; it will be changed.
-
-    Returns:
-        ``None`` if it was passed on; the gradient if there are no such embeddings.
-    """
+    """Pass the gradient of a head's weight to embeddings that run later in this backward pass."""
     if gradient is None or torch.is_grad_enabled():
         return gradient
     task = torch._C._current_graph_task_id()

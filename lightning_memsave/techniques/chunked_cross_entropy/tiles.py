@@ -26,14 +26,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
 
 
 def tiled_losses(call: Call) -> Results:
-    """Compute the losses of rows, and the normalizers for their gradients.
-
-    Args:
-        call: The loss.
-
-    Returns:
-        Losses and normalizers; no gradients.
-    """
+    """Compute the losses of rows, and the normalizers for their gradients."""
     # A target that is no class leaves NaN.
     losses = call.target.new_full((len(call.target),), math.nan, dtype=call.operands.wide_dtype)
     largest, totals = torch.full_like(losses, -math.inf), torch.zeros_like(losses)
@@ -58,15 +51,7 @@ def tiled_losses(call: Call) -> Results:
 
 
 def tiled_argmax(call: Call, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Find the class of the largest logit of each row, the first one of several.
-
-    Args:
-        call: The loss, of any targets.
-        convert: Rounds logits before they are compared.
-
-    Returns:
-        (M,) classes.
-    """
+    """Find the class of the largest logit of each row, the first one of several."""
     found = torch.zeros_like(call.target)
     largest: Tensor | None = None
     with without_autograd(call):
@@ -82,13 +67,7 @@ def tiled_argmax(call: Call, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class TiledGradients:
-    """Gradients of a loss with known normalizers, by tiles of classes.
-
-    Args:
-        call: The loss.
-        needs: For each input, each weight and the bias, whether it needs a gradient.
-        scale: Final factor of the gradients, in the wide type.
-    """
+    """Gradients of a loss with known normalizers, by tiles of classes."""
 
     def __init__(self, call: Call, needs: tuple[bool, ...], scale: Tensor) -> None:
         operands, num = call.operands, len(call.operands.inputs)
@@ -109,15 +88,7 @@ class TiledGradients:
         self._bias = None if bias is None or not needs[-1] else torch.empty_like(bias)
 
     def run(self, normalizers: Tensor, coefficients: Tensor) -> list[Tensor | None]:
-        """Compute the gradients.
-
-        Args:
-            normalizers: (M,) log(sum(exp(logits))).
-            coefficients: (M,) factors of the losses.
-
-        Returns:
-            Gradients of inputs, weights and bias, each in the type of its tensor.
-        """
+        """Compute the gradients."""
         call = self._call
         if self._is_scaled:
             coefficients = coefficients * self._scale
@@ -183,18 +154,7 @@ def tiled_gradients(
     *,
     needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Compute the gradients of a weighted sum of losses, tile by tile of the classes.
-
-    Args:
-        call: The loss.
-        normalizers: (M,) log(sum(exp(logits))).
-        coefficients: (M,) factors of the losses.
-        scale: Factor of the result, in the wide type.
-        needs: For each input, each weight and the bias, whether it needs a gradient.
-
-    Returns:
-        Gradients of inputs, weights and bias, each in the type of its tensor.
-    """
+    """Compute the gradients of a weighted sum of losses, tile by tile of the classes."""
     with without_autograd(call):
         return TiledGradients(call, needs, scale).run(normalizers, coefficients)
 

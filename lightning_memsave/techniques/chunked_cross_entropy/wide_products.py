@@ -22,14 +22,7 @@ _MIN_TILE = 512
 def compute_logits(
     logits: Tensor, parts: list[Tensor], weights: list[Tensor], bias: Tensor | None
 ) -> None:
-    """Compute ``sum(parts[i] @ weights[i].T) + bias``.
-
-    Args:
-        logits: (R, V), the result, in a wide type.
-        parts: Each (R, D).
-        weights: Each (V, D), in the type of its part.
-        bias: (V,), or ``None``.
-    """
+    """Compute ``sum(parts[i] @ weights[i].T) + bias``."""
     for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if part.dtype != logits.dtype:
             _add_low_precision_product(logits, part, weight.t(), is_first=i == 0)
@@ -53,15 +46,7 @@ def scale_and_shift(logits: Tensor, scale: float, shift: Tensor | None) -> None:
 def add_product(
     total: Tensor, factors: tuple[Tensor, Tensor], other: Tensor, *, is_first: bool
 ) -> None:
-    """Add ``factor @ other`` to a sum in a wide type.
-
-    Args:
-        total: The sum.
-        factors: The factor in the wide type, and in the type of ``other``, which is used where the
-            product is fast.
-        other: The other factor.
-        is_first: Whether ``total`` is uninitialized.
-    """
+    """Add ``factor @ other`` to a sum in a wide type."""
     wide, narrow = factors
     if on_cuda(total) and other.dtype != total.dtype:
         _add_low_precision_product(total, narrow, other, is_first=is_first)

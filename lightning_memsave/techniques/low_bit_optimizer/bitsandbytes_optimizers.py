@@ -33,9 +33,6 @@ def update_all(optimizer: Any) -> None:
     bitsandbytes synchronizes with the GPU after each parameter. All its kernels and page copies run
     on CUDA's default stream, so it is enough to synchronize that stream with the current one. Only
     for paged state, which the host may read at once, the host waits.
-
-    Args:
-        optimizer: A bitsandbytes optimizer; call it under ``torch.no_grad``.
     """
     initialize(optimizer)
     paged_on = set()
@@ -423,17 +420,7 @@ def _try_step() -> str | None:
 
 @functools.cache
 def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_PerParameterBits]:
-    """Create the class of an 8-bit optimizer.
-
-    Args:
-        kind_word: Word of its ``Kind``.
-        class_name: The class in bitsandbytes, paged or not.
-        shown_name: Name of the new class. A converted optimizer keeps the name of its class,
-            because ``LearningRateMonitor`` logs under it.
-
-    Returns:
-        The class. Its qualified name is local, so that command lines do not list it.
-    """
+    """Create the class of an 8-bit optimizer."""
     base = getattr(import_bitsandbytes('optimizer="8bit"').optim, class_name)
     namespace = {
         "__module__": __name__,

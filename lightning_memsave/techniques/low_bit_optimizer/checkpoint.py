@@ -41,12 +41,7 @@ _MARKS = {"adam": "amsgrad", "momentum": "dampening", "rmsprop": "centered"}
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """Result of the conversion for one optimizer.
-
-    Args:
-        is_converted: Whether its state was converted.
-        text: Summary of the conversion, or why nothing was converted.
-    """
+    """Result of the conversion for one optimizer."""
 
     is_converted: bool
     text: str
@@ -56,22 +51,6 @@ def convert_optimizer_states(
     checkpoint: Mapping[str, Any], to: Width, keep_32bit: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[StateChange]]:
     """Convert the optimizer states of a Lightning checkpoint.
-
-    Args:
-        checkpoint: As loaded; it is not changed. Its ``state_dict`` gives names to the states: a
-            state may belong to any parameter of its shape, unless the groups have names, as those
-            of an optimizer made from ``named_parameters()``.
-        to: ``"8bit"`` for the format of `LowBitOptimizer`, ``"32bit"`` for that of ``torch.optim``.
-        keep_32bit: Shell patterns over names of parameters whose state stays 32-bit; ``None`` for
-            names that look like embeddings and biases.
-
-    Returns:
-        A new checkpoint that shares unchanged values, and the result for each optimizer.
-
-    Raises:
-        ConfigurationError: If a pattern matches no parameter.
-        IncompatibleError: If no state can be converted, or if one of several cannot be converted
-            to the format of ``torch.optim``; the message says why.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(512, 512))

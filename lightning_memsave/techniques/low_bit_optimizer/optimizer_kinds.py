@@ -17,17 +17,7 @@ PAGED_STATES = ("state1", "state2")
 
 @dataclass(frozen=True)
 class Kind:
-    """An 8-bit optimizer of bitsandbytes.
-
-    Args:
-        word: Stem of its names, as in ``"adamw_8bit"``.
-        class_name: The class in ``bitsandbytes.optim``.
-        paged_class_name: Its paged form, if there is one.
-        family: Optimizers of one family have the same state.
-        state_keys: Names of the state tensors in torch's class; ``()`` if torch has none.
-        defaults: Settings besides the learning rate, with their default values.
-        has_step_tensor: Whether torch's class also keeps its step count as a tensor.
-    """
+    """An 8-bit optimizer of bitsandbytes."""
 
     word: str
     class_name: str
@@ -105,14 +95,7 @@ _NUMBERS: tuple[tuple[str, str, Callable[[float], bool], str], ...] = (
 
 
 def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
-    """Find the 8-bit form of an optimizer.
-
-    Args:
-        optimizer: Any optimizer.
-
-    Returns:
-        The kind, or a sentence that says why there is none.
-    """
+    """Find the 8-bit form of an optimizer."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("bitsandbytes."):
         return f"`{name}` stays unchanged: it is a bitsandbytes optimizer already"

@@ -44,18 +44,6 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
     The state of each parameter gets the target's width, 8 or 32 bits. State that has that width
     already is unchanged, bit for bit.
 
-    Args:
-        state_dict: From a torch or bitsandbytes optimizer; it is not changed.
-        target: The optimizer that will load it.
-
-    Returns:
-        The same object if there is nothing to convert, otherwise a new one that shares unchanged
-        values.
-
-    Raises:
-        IncompatibleError: If the state is of another kind of optimizer, for example the momentum
-            of SGD for AdamW, is malformed, or belongs to parameters of other shapes.
-
     Example:
         >>> from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
         >>> weight = torch.nn.Parameter(torch.ones(64, 64))
@@ -115,15 +103,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
 
 
 def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
-    """Find the family of optimizers that wrote the state of a parameter.
-
-    Args:
-        state: One value of ``state_dict["state"]``; not empty.
-        group: The saved group of the parameter.
-
-    Returns:
-        The family as in `Kind`, or a description of an unknown optimizer's state.
-    """
+    """Find the family of optimizers that wrote the state of a parameter."""
     flat = flat_state(state)
     if "state2" in flat:
         check_type(flat["state2"], torch.Tensor, "`state2`")

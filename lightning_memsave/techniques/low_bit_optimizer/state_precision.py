@@ -23,15 +23,7 @@ _OF_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, _ConvNd)
 def parameter_names(
     optimizer: torch.optim.Optimizer, module: nn.Module | None
 ) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Collect all known names of each parameter.
-
-    Args:
-        optimizer: Its groups have names if it was made from ``named_parameters()``.
-        module: The owner of the parameters.
-
-    Returns:
-        Names by parameter; a tied one has several.
-    """
+    """Collect all known names of each parameter."""
     names: dict[torch.Tensor, tuple[str, ...]] = {}
     if module is not None:
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -55,17 +47,7 @@ def reasons_for_32bit(
     keep_32bit: Sequence[str],
     force_8bit: Sequence[str],
 ) -> dict[torch.Tensor, str]:
-    """Decide for each parameter whether its state stays 32-bit.
-
-    Args:
-        optimizer: The optimizer.
-        module: Owner of the parameters; all of them are decided, for groups that are added later.
-        keep_32bit: Patterns of names that stay 32-bit; they have priority over ``force_8bit``.
-        force_8bit: Patterns of names of embeddings, norms and biases that become 8-bit, too.
-
-    Returns:
-        The reason for each parameter in one word, ``""`` for 8 bits.
-    """
+    """Decide for each parameter whether its state stays 32-bit."""
     names = parameter_names(optimizer, module)
     kinds = _special_parameters(module)
     params = dict.fromkeys([*names, *(p for g in optimizer.param_groups for p in g["params"])])
@@ -88,16 +70,7 @@ def reasons_for_32bit(
 def count_tensors(
     reasons: Mapping[torch.Tensor, str], trained: Sequence[torch.Tensor], min_8bit_size: int
 ) -> Counter[str]:
-    """Count tensors by the reason why they stay 32-bit.
-
-    Args:
-        reasons: Result of ``reasons_for_32bit``.
-        trained: The parameters to count.
-        min_8bit_size: Smaller tensors count as ``"small"``.
-
-    Returns:
-        Counts by reason; those in 8 bits under ``""``.
-    """
+    """Count tensors by the reason why they stay 32-bit."""
     return Counter(reasons[p] or ("small" if p.numel() < min_8bit_size else "") for p in trained)
 
 
@@ -117,15 +90,7 @@ def frozen_parameters(
 
 
 def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str | None:
-    """Return why bitsandbytes does not support parameters of an optimizer.
-
-    Args:
-        optimizer: Any optimizer.
-        module: The owner of the parameters; without it sparse gradients are not detected.
-
-    Returns:
-        The reason, or ``None``.
-    """
+    """Return why bitsandbytes does not support parameters of an optimizer."""
     trained = set(trained_parameters(optimizer))
     if any(is_lazy(param) for param in trained):
         return "it has lazy parameters, whose size is not known before the first forward"
@@ -137,14 +102,7 @@ def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -
 
 
 def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Compute the state size of a torch optimizer after its first step.
-
-    Args:
-        optimizer: An optimizer without state.
-
-    Returns:
-        Bytes of all state tensors, including step counts; ``None`` for an unknown class.
-    """
+    """Compute the state size of a torch optimizer after its first step."""
     kind = KIND_BY_TYPE.get(type(optimizer))
     if kind is None:
         return None
@@ -173,17 +131,7 @@ def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
 def low_bit_state_bytes(
     kind: Kind, trained: Sequence[torch.Tensor], in_8bit: Iterable[torch.Tensor]
 ) -> int:
-    """Compute the state size of an 8-bit optimizer after its first step.
-
-    Args:
-        kind: The optimizer.
-        trained: The parameters that get state.
-        in_8bit: Those of them with 8-bit state.
-
-    Returns:
-        Bytes of all state tensors: 1 per element and moment, 4 per block of 256, and the shared
-        quantization tables; 4 per element and moment for 32-bit state.
-    """
+    """Compute the state size of an 8-bit optimizer after its first step."""
     quantized = set(in_8bit)
     num_tables = 0 if kind.num_moments == 0 or not quantized else 1 + (kind.num_moments > 1)
     num_bytes = num_tables * _QMAP_BYTES

@@ -28,13 +28,6 @@ def compute_in_autocast(
     Lightning enters it around the steps only, and layers fail on weights of two types without it.
     Layers within a block are not watched, as they are called inside of it, and each hook costs
     time in each step.
-
-    Args:
-        model: The model.
-        params: Its bfloat16 weights.
-
-    Returns:
-        Functions that undo it.
     """
     chosen = {id(param) for param in params}
     blocks = [item for m in model.modules() if isinstance(m, nn.ModuleList) for item in m]

@@ -22,12 +22,6 @@ def keep_in_bfloat16(module: nn.Module) -> list[Callable[[], None]]:
     On CUDA, autocast runs normalization and powers (the first operator of GPT-2's activation) in
     float32, so their outputs are float32 and saved as such. Here normalization uses bfloat16 copies
     of its weights, and the activation uses torch's kernel. Both compute in float32 inside.
-
-    Args:
-        module: The model; layers of torch's own and of Hugging Face's classes are patched.
-
-    Returns:
-        Functions that undo it.
     """
     undo = []
     for child in module.modules():
@@ -85,14 +79,7 @@ def _is_of_hugging_face(layer: nn.Module) -> bool:
 
 
 def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-    """Accumulate the gradients of bfloat16 parameters in float32 from now on.
-
-    Args:
-        params: Parameters; those of other types are skipped. Frozen ones may be trained later.
-
-    Returns:
-        Functions that undo it; gradients that exist then are rounded to bfloat16.
-    """
+    """Accumulate the gradients of bfloat16 parameters in float32 from now on."""
     chosen = [p for p in params if p.dtype is torch.bfloat16]
     refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
 

@@ -33,18 +33,7 @@ for _name in ("rounded_adam", "rounded_adam_8bit"):
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step of Adam.
-
-    Args:
-        decay: Factor of the parameter, for decoupled weight decay.
-        coupled: Weight decay that is added to the gradient.
-        beta1: Decay rate of the first moment.
-        beta2: Decay rate of the second moment.
-        step_size: Learning rate over the bias correction of the first moment.
-        correction: Square root of the bias correction of the second moment.
-        eps: Added to the denominator.
-        seed: Seed of stochastic rounding.
-    """
+    """Scalars of a step of Adam."""
 
     decay: float
     coupled: float
@@ -58,13 +47,6 @@ class Numbers(NamedTuple):
 
 def random_bits(index: Tensor, seed: int) -> Tensor:
     """Return 16 pseudo-random bits for each index, by two rounds of a 32-bit integer hash.
-
-    Args:
-        index: Integers (int64), at least 0.
-        seed: 32 bits.
-
-    Returns:
-        Integers from 0 to 65535 (int64), the same in any order and grouping of the indices.
 
     References:
         The finalizer of MurmurHash3, by Austin Appleby.
@@ -121,15 +103,7 @@ def _store(value: Tensor, param: Tensor, rest: Tensor | None, start: int, seed: 
 def adam(
     param: Tensor, grad: Tensor, state: list[Tensor], rest: Tensor | None, numbers: Numbers
 ) -> None:
-    """Update flat tensors of one length.
-
-    Args:
-        param: The parameter in bfloat16.
-        grad: Its gradient.
-        state: Both moments in float32.
-        rest: Its rounding error, for Kahan summation; ``None`` for stochastic rounding.
-        numbers: Scalars of the step.
-    """
+    """Update flat tensors of one length."""
     value, first, second = _adam(_load(param, rest), grad.float(), state[0], state[1], numbers)
     state[0].copy_(first)
     state[1].copy_(second)
@@ -145,17 +119,7 @@ def adam_8bit(
     *,
     start: int = 0,
 ) -> None:
-    """Update tensors of shape (blocks, numbers in a block).
-
-    Args:
-        param: As for `adam`.
-        grad: As for `adam`.
-        state: Both moments in 8 bits, both largest values of each block (blocks,), both tables of
-            values (256,) and the bounds between these (255,).
-        rest: As for `adam`.
-        numbers: As for `adam`.
-        start: Index of the first number.
-    """
+    """Update tensors of shape (blocks, numbers in a block)."""
     codes1, codes2, absmax1, absmax2, qmap1, qmap2, bounds1, bounds2 = state
     if codes1.size(1) == BLOCKSIZE:  # as a constant, so that the compiled form keeps whole blocks
         codes1, codes2 = (codes.view(-1, BLOCKSIZE) for codes in (codes1, codes2))
@@ -241,15 +205,7 @@ def step_fused(
     rest: Tensor | None,
     seed: int,
 ) -> None:
-    """Update a parameter for which `is_fused` is true.
-
-    Args:
-        optimizer: Its optimizer, with the state of the parameter.
-        group: Its group.
-        param: The parameter, with a gradient.
-        rest: Its rounding error, for Kahan summation; ``None`` for stochastic rounding.
-        seed: Seed of stochastic rounding.
-    """
+    """Update a parameter for which `is_fused` is true."""
     state = optimizer.state[param]
     assert param.grad is not None, "only parameters with a gradient are updated"
     if isinstance(state["step"], Tensor):
@@ -306,17 +262,7 @@ def _is_adam(optimizer: Optimizer) -> bool:
 
 
 def is_fused(optimizer: Any, group: Mapping[str, Any], param: nn.Parameter) -> bool:
-    """Return whether a parameter on a GPU is updated by one kernel.
-
-    Args:
-        optimizer: Its optimizer.
-        group: Its group.
-        param: The parameter in bfloat16, with a gradient.
-
-    Returns:
-        True for Adam and AdamW with 32- or 8-bit state, dense and contiguous, where
-        ``torch.compile`` works.
-    """
+    """Return whether a parameter on a GPU is updated by one kernel."""
     if not on_cuda(param):
         return False
     state, grad = optimizer.state[param], param.grad
@@ -366,18 +312,7 @@ def _is_proven(device: torch.device) -> bool:  # pragma: no cover (gpu)
 
 
 def matches_eager(function: Callable[..., None], device: torch.device) -> bool:
-    """Return whether the compiled form of a function gives the values of the eager one.
-
-    Args:
-        function: `adam` or `adam_8bit`.
-        device: The device to try it on.
-
-    Returns:
-        False also if it cannot be compiled.
-
-    Raises:
-        OutOfMemoryError: If memory runs out.
-    """
+    """Return whether the compiled form of a function gives the values of the eager one."""
     results = []
     for form in (function, compiled(function)):
         *tensors, state, numbers = _example(function, device)

@@ -34,11 +34,6 @@ def round_stochastically(param: Tensor, values: Tensor, generator: torch.Generat
     """Round each value up or down at random, unbiased.
 
     Values that bfloat16 represents exactly are unchanged, including infinities and NaN.
-
-    Args:
-        param: Result, in bfloat16.
-        values: In float32, contiguous or strided like ``param``; overwritten.
-        generator: Random generator of the same device.
     """
     # A GPU's NaN has all bits set: noise would overflow into the sign.
     is_nan = values.isnan()
@@ -48,13 +43,7 @@ def round_stochastically(param: Tensor, values: Tensor, generator: torch.Generat
 
 
 def round_with_rest(param: Tensor, values: Tensor, rest: Tensor) -> None:
-    """Round to nearest and store the rounding error, to be added before the next update.
-
-    Args:
-        param: Result, in bfloat16.
-        values: In float32; overwritten.
-        rest: The rounding error, in bfloat16.
-    """
+    """Round to nearest and store the rounding error, to be added before the next update."""
     param.copy_(values)
     rest.copy_(values.sub_(param))
 
@@ -88,11 +77,7 @@ _TORCH = "torch.optim."
 
 @dataclass(frozen=True)
 class RoundedStep:
-    """Updates parameters, those in bfloat16 one by one in float32.
-
-    Args:
-        rounding: ``"stochastic"`` or ``"kahan"``.
-    """
+    """Updates parameters, those in bfloat16 one by one in float32."""
 
     rounding: str
 
@@ -165,15 +150,7 @@ def _weights(param: nn.Parameter, rest: Tensor | None, seed: int, *, is_flat: bo
 
 
 def install(optimizer: Optimizer, step: RoundedStep) -> Callable[[], None]:
-    """Let an optimizer and its copies use a rounded step, as a whole and per parameter.
-
-    Args:
-        optimizer: The optimizer.
-        step: The step of one parameter.
-
-    Returns:
-        A function that restores the optimizer.
-    """
+    """Let an optimizer and its copies use a rounded step, as a whole and per parameter."""
     undo = [set_parameter_step(optimizer, step)]
     undo += [patch_method(optimizer, globals()[name]) for name in _PATCHED]
 

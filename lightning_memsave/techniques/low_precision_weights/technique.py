@@ -52,16 +52,7 @@ _KEPT = (*_RULES, *_LAYERS)
 
 
 def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Parameter, str]:
-    """Decide for each parameter whether it is converted to bfloat16.
-
-    Args:
-        module: Owner of the parameters.
-        patterns: Shell patterns over names of parameters that stay float32.
-
-    Returns:
-        The reason for each parameter that is not converted, in one word or as the name of a type
-        other than float32; ``""`` for converted ones.
-    """
+    """Decide for each parameter whether it is converted to bfloat16."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -86,14 +77,7 @@ def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Pa
 
 
 def describe_left(reasons: dict[nn.Parameter, str]) -> str:
-    """Summarize the parameters that are not converted.
-
-    Args:
-        reasons: Result of `reasons_to_leave`.
-
-    Returns:
-        Counts by reason, as text; empty if there are none.
-    """
+    """Summarize the parameters that are not converted."""
     counts = sorted(Counter(why for why in reasons.values() if why).items())
     kept = ", ".join(f"{n} {why}" for why, n in counts if why in _KEPT)
     others = ", ".join(f"{n} {why}" for why, n in counts if why not in _KEPT)

@@ -37,28 +37,14 @@ ELEMENTWISE = frozenset(
 
 
 class Weights(NamedTuple):
-    """Access to the values of a parameter in float32.
-
-    Args:
-        load: Returns a slice of the flat parameter, or for ``...`` all of it in its own shape, in
-            float32.
-        store: Writes new values of a slice, which it may overwrite.
-    """
+    """Access to the values of a parameter in float32."""
 
     load: Callable[[Any], Tensor]
     store: Callable[[Any, Tensor], None]
 
 
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Return whether a parameter is updated tile by tile.
-
-    Args:
-        optimizer: Its optimizer.
-        param: The parameter, with a gradient.
-
-    Returns:
-        True if it is larger than a tile and the optimizer is elementwise.
-    """
+    """Return whether a parameter is updated tile by tile."""
     # bitsandbytes' own classes may use norms of updates.
     is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
     if not is_elementwise or param.numel() <= _tile_numel(param):
@@ -71,14 +57,7 @@ def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
 def step_whole(
     optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
 ) -> None:
-    """Update a whole parameter in float32.
-
-    Args:
-        optimizer: Its optimizer.
-        group: Its group.
-        param: The parameter, with a gradient.
-        weights: Access to its values.
-    """
+    """Update a whole parameter in float32."""
     values = weights.load(...)
     _step(optimizer, group, values, _gradient(param).float(), optimizer.state[param])
     weights.store(..., values)
@@ -87,14 +66,7 @@ def step_whole(
 def step_in_tiles(
     optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
 ) -> None:
-    """Update a parameter tile by tile, so that only one tile is in float32.
-
-    Args:
-        optimizer: Its optimizer.
-        group: Its group.
-        param: The parameter, with a gradient.
-        weights: Access to its values.
-    """
+    """Update a parameter tile by tile, so that only one tile is in float32."""
     state, grad = optimizer.state[param], _gradient(param).reshape(-1)
     new_state: dict[str, Any] = {}
     size, numel = _tile_numel(param), param.numel()

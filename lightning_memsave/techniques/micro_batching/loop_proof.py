@@ -22,15 +22,7 @@ _FIX = (
 
 
 class LoopProof:
-    """Tests the loss with the first batch that is split, and again where weightings differ.
-
-    Args:
-        runner: The runner of the loop, which asks before it splits.
-        compute_loss: Gives the loss of some samples.
-        module: The model, whose state is restored.
-        loss_weight: The setting `loss_weight`.
-        split_batch: The user's function for batches that `split_samples` cannot split.
-    """
+    """Tests the loss with the first batch that is split, and again where weightings differ."""
 
     def __init__(
         self,

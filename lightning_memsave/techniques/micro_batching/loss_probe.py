@@ -29,11 +29,7 @@ _MAX_CONVERTED = 2**22  # elements of a factor that are in float32 at the same t
 
 
 class SavesBeforeWrites(TorchDispatchMode):
-    """Saves tensors of a state before they are written to.
-
-    Args:
-        state: The state.
-    """
+    """Saves tensors of a state before they are written to."""
 
     def __init__(self, state: ModuleState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,12 +43,7 @@ class SavesBeforeWrites(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def save_written(self, written: frozenset[str], values: dict[str, Any]) -> None:
-        """Save the tensors among an operator's arguments that it writes to.
-
-        Args:
-            written: Names of its arguments.
-            values: All of them.
-        """
+        """Save the tensors among an operator's arguments that it writes to."""
         for name in written & values.keys():
             value = values[name]
             for tensor in value if isinstance(value, list | tuple) else [value]:

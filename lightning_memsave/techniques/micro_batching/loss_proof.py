@@ -66,18 +66,7 @@ _REFUSED, _OPEN, _PROVEN = range(3)
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of a proof.
-
-    Args:
-        weightings: Weightings of the loss; several if the samples do not distinguish them.
-        whole: Leaves of the batch that are shared by all micro-batches.
-        reason: Why the loss cannot be split, as a clause; empty if it can, or if nothing could be
-            proven.
-        fix: Remedy, if it differs from that for other reasons.
-        is_settled: Whether there is exactly one weighting, in every process.
-        seconds: Time that the proof needed.
-        num_samples: How many samples at once it compared with micro-batches of them.
-    """
+    """Result of a proof."""
 
     weightings: tuple[Weighting, ...] = ()
     whole: Whole = frozenset()
@@ -100,19 +89,7 @@ class Room(Protocol):
 
 @dataclass(frozen=True)
 class LossCheck:
-    """Inputs of a proof.
-
-    Args:
-        compute_loss: Computes the loss of some samples; returns ``None`` if there is none.
-        batch: A batch; it is not changed.
-        module: The model, whose state is restored.
-        loss_weight: The setting `loss_weight`.
-        split_batch: The user's function for batches that `split_samples` cannot split.
-        known: The proof with an earlier batch; only its weightings are tested.
-        needs_split: Whether the user or a plan set a size, so that batches must be split.
-        subject: Name of the loss in reasons.
-        room: What limits the number of samples at once; ``None`` for memory alone.
-    """
+    """Inputs of a proof."""
 
     compute_loss: ComputeLoss
     batch: Any
@@ -134,15 +111,7 @@ class LossCheck:
 
 
 def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -> Proof:
-    """Find the weightings with which losses of micro-batches give the loss of the batch.
-
-    Args:
-        check: The inputs.
-        agree: Reduces a number of this process to the smallest one of all processes.
-
-    Returns:
-        The proof; without weightings and reason if the batch has one sample or no loss.
-    """
+    """Find the weightings with which losses of micro-batches give the loss of the batch."""
     start_s = time.perf_counter()
     shared: list[Whole] = [frozenset()]
     if check.known is not None:

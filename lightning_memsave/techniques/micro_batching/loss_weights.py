@@ -44,21 +44,7 @@ def weightings_of(
     ignored: Iterable[int] = (),
     class_weights: Sequence[Tensor] = (),
 ) -> list[Weighting]:
-    """List the weightings that the loss of a batch may have.
-
-    Args:
-        loss_weight: The setting `loss_weight`.
-        part: A micro-batch.
-        whole: Leaves that are shared by all micro-batches.
-        ignored: Labels that the loss was observed to ignore.
-        class_weights: Class weights that the loss was observed to use.
-
-    Returns:
-        The candidates.
-
-    Raises:
-        ConfigurationError: If `loss_weight` counts tokens and the batch has no labels.
-    """
+    """List the weightings that the loss of a batch may have."""
     if callable(loss_weight):
         return [Weighting("weighted by `loss_weight`", loss_weight, is_own=True)]
     samples = Weighting("weighted by samples", lambda part: count_samples(part, whole))
@@ -86,18 +72,7 @@ def weightings_of(
 
 
 def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[list[float]]:
-    """Compute the weights of micro-batches, with one device synchronization.
-
-    Args:
-        weightings: The weightings.
-        parts: Micro-batches.
-
-    Returns:
-        For each weighting the weight of each micro-batch, 1 for a sum.
-
-    Raises:
-        ConfigurationError: If the user's function does not return valid weights.
-    """
+    """Compute the weights of micro-batches, with one device synchronization."""
     values = [[1.0 if w.weigh is None else w.weigh(part) for part in parts] for w in weightings]
     for weighting, row in zip(weightings, values, strict=True):
         if weighting.is_own:
@@ -121,16 +96,7 @@ def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[
 
 
 def shares_of(weighting: Weighting, weights: Sequence[float]) -> list[float] | None:
-    """Convert weights to factors of losses.
-
-    Args:
-        weighting: The weighting.
-        weights: Weight of each micro-batch.
-
-    Returns:
-        Factors with which the losses of micro-batches sum to the loss of the batch; ``None`` if
-        the weights are invalid.
-    """
+    """Convert weights to factors of losses."""
     if weighting.weigh is None:
         return list(weights)
     total = sum(weights)

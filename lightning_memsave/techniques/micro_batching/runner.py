@@ -43,21 +43,7 @@ SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 def split_batch_with(
     own: SplitBatch | None, batch: Any, size: int, whole: frozenset[Path] = frozenset()
 ) -> list[Any]:
-    """Split a batch into micro-batches.
-
-    Args:
-        own: The user's function; ``None`` for `split_samples`.
-        batch: A batch.
-        size: Samples in each micro-batch.
-        whole: Leaves that are shared by all micro-batches.
-
-    Returns:
-        At least one micro-batch.
-
-    Raises:
-        ConfigurationError: If the user's function does not return a list, or returns more or fewer
-            samples than the batch has.
-    """
+    """Split a batch into micro-batches."""
     if own is None:
         return split_samples(batch, size, whole)
     result: Any = own(batch, size)  # the user may return anything
@@ -98,26 +84,11 @@ class PassPart(Protocol):
     """Runs forward and backward of one micro-batch."""
 
     def __call__(self, part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
-        """Run one micro-batch.
-
-        Args:
-            part: The micro-batch.
-            weight: Factor of its loss in the loss of the whole batch.
-            num_samples: Number of its samples, if they can be counted.
-            is_last: Whether it is the last one of the batch.
-        """
+        """Run one micro-batch."""
 
 
 class MicroBatchRunner:
-    """Splits batches, repeats them after an out-of-memory error, and remembers the size that fits.
-
-    Args:
-        size: Samples per micro-batch, or ``"auto"``.
-        loss_weight: Weights of micro-batches in the loss.
-        split_batch: The user's function of batch and size; ``None`` for `split_samples`.
-        agree: Reduces the next size of this process (``NO_LIMIT`` if it did not run out of memory)
-            to the smallest one of all processes.
-    """
+    """Splits batches, repeats them after out-of-memory errors, remembers the size that fits."""
 
     def __init__(
         self,
@@ -157,15 +128,7 @@ class MicroBatchRunner:
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
-        """Split a batch into micro-batches.
-
-        Args:
-            batch: A batch.
-
-        Returns:
-            Micro-batches, factors of their losses, and their numbers of samples if they can be
-            counted. Micro-batches without a valid token are omitted, as their mean loss is NaN.
-        """
+        """Split a batch into micro-batches."""
         if self.size is not None and self.prove is not None and not self.weightings:
             self.prove(batch)
         if self.size is None or (self.needs_proof and not self.weightings):
@@ -208,18 +171,7 @@ class MicroBatchRunner:
         save_state: Callable[[], TrainingState | None],
         forget: Callable[[], None],
     ) -> None:
-        """Run a batch, with smaller micro-batches if memory runs out.
-
-        Args:
-            batch: A batch.
-            pass_part: Runs one micro-batch.
-            save_state: Saves the state before the batch, which is restored before it is repeated;
-                called for ``"auto"`` only, and again if it ran out of memory itself.
-            forget: Reverts side effects of ``pass_part``.
-
-        Raises:
-            MemoryExhaustedError: If memory runs out with one sample.
-        """
+        """Run a batch, with smaller micro-batches if memory runs out."""
         before = _Before(self, save_state if self.is_auto else lambda: None)
         failure: _Failure | None = None
         for num_failures in itertools.count(1):

@@ -190,15 +190,7 @@ _OTHER_THAN_UPDATES = (
 
 
 def check_repeatable(module: nn.Module | None = None, advice: str = _OTHER_THAN_UPDATES) -> None:
-    """Check that a batch can be repeated after an out-of-memory error, and discard its gradients.
-
-    Args:
-        module: The model, if it is known; optimizers of other models are ignored.
-        advice: Remedy if it cannot.
-
-    Raises:
-        MemoryExhaustedError: If `OptimizerInBackward` has updated parameters already.
-    """
+    """Check that a batch can be repeated after running out of memory; discard its gradients."""
     updates = _updates_of(module)
     for each in updates:
         if not each.has_updated:  # its gradients are held, or have only been gathered

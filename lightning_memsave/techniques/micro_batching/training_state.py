@@ -46,12 +46,6 @@ class TrainingState:
     the same values; tensors that the module has released meanwhile come back without their graph.
     Deeper state, as inside the user's own objects, is not restored; nor are attributes of torch's
     own modules, which have no state there.
-
-    Args:
-        module: The model, including metrics of torchmetrics.
-        gradients: ``"keep"`` copies them to host memory; ``"drop"`` removes them when the state is
-            restored; ``"leave"``, for evaluation, ignores them, and does not copy large buffers.
-        known: What steps change: the state of other modules is not saved.
     """
 
     def __init__(
@@ -92,11 +86,7 @@ class TrainingState:
                 ]
 
     def restore(self) -> None:
-        """Restore everything; may be called again.
-
-        Raises:
-            MemoryExhaustedError: If the step wrote to a large buffer, of which there is no copy.
-        """
+        """Restore everything; may be called again."""
         if any(buffer._version != version for _, buffer, version in self._watched):
             raise MemoryExhaustedError(
                 "Out of memory with a whole batch, which cannot be repeated with micro-batches: "
@@ -142,11 +132,7 @@ class TrainingState:
 
 
 class KnownChanges:
-    """What the steps of a run change in a module, learned from steps that were watched.
-
-    Args:
-        module: The model, which always counts as changing: hooks write to its attributes.
-    """
+    """What the steps of a run change in a module, learned from steps that were watched."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -158,15 +144,7 @@ class KnownChanges:
         self._watched: TrainingState | None = None
 
     def save(self, gradients: Literal["keep", "drop", "leave"], is_watched: bool) -> TrainingState:
-        """Save the state before a step: all of it in a watched step, else what steps change.
-
-        Args:
-            gradients: As for `TrainingState`.
-            is_watched: Learn from this step.
-
-        Returns:
-            The state.
-        """
+        """Save the state before a step: all of it in a watched step, else what steps change."""
         known = None if is_watched else self
         state = TrainingState(self._module, gradients=gradients, known=known)
         self._watched = state if is_watched else None

@@ -35,15 +35,6 @@ class OffloadedActivations:
     cloned. Small ones stay, and tensors of integers, parameters and buffers. What others hold on to
     (a batch, a mask, an output of the model) is copied in vain, as nobody knows that at the time;
     it does not come back, as it is still there.
-
-    Args:
-        blocks: The blocks.
-        copies_of: Gives the copies for a tensor's device; called once for each device.
-        memory: Host memory.
-        min_bytes: Storages below this size stay on the device.
-        num_kept: How many of the last blocks keep what they save on the device, 1 or more.
-        num_prefetched: How many blocks ahead saved tensors come back; 0 lets backward wait for
-            them.
     """
 
     def __init__(
@@ -80,12 +71,7 @@ class OffloadedActivations:
         return self._buffers.num_bytes
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks.
-
-        Returns:
-            Functions that remove them, and free the host memory. Graphs that are still alive keep
-            working.
-        """
+        """Register all hooks."""
         undo: list[Callable[[], None]] = [self._stop]
         for reference in self._blocks:
             module = reference()
@@ -104,11 +90,7 @@ class OffloadedActivations:
         self._let_all_go()
 
     def begin(self, module: nn.Module) -> None:
-        """Save the tensors of a block from now on, and move those of the one before.
-
-        Args:
-            module: The block.
-        """
+        """Save the tensors of a block from now on, and move those of the one before."""
         self._leave_interrupted()
         if not _saves_here():
             return
@@ -123,11 +105,7 @@ class OffloadedActivations:
         self._start_leaving(len(self._saved) - 1 - self._num_kept)
 
     def end(self, module: nn.Module) -> None:
-        """Stop to save tensors.
-
-        Args:
-            module: The block.
-        """
+        """Stop to save tensors."""
         if self._running is None or self._running[0] is not module:
             return
         self._running[1].__exit__()

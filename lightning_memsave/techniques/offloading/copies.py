@@ -35,11 +35,7 @@ def _nothing_to_wait_for() -> None:
 
 
 class Copies:
-    """Copies between the host and a device without streams, done when they are asked for.
-
-    Args:
-        worker: What works on the host beside the computation.
-    """
+    """Copies between the host and a device without streams, done when they are asked for."""
 
     def __init__(self, worker: HostWorker) -> None:
         self._worker = worker
@@ -47,41 +43,18 @@ class Copies:
     def allocate(
         self, forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> list[Tensor]:
-        """Allocate memory on the device for tensors that are copied together.
-
-        Args:
-            forms: Tensors on the host.
-            dtypes: Types of the results.
-            device: The device.
-
-        Returns:
-            Tensors with the shapes and the memory order of the forms.
-        """
+        """Allocate memory on the device for tensors that are copied together."""
         pairs = zip(forms, dtypes, strict=True)
         return [torch.empty_like(form, dtype=dtype, device=device) for form, dtype in pairs]
 
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
-        """Start to copy tensors to the device.
-
-        Args:
-            targets: On the device; what is computed there until now may still read them.
-            sources: On the host; unchanged until everything computed with the copies is done.
-
-        Returns:
-            A function that lets everything that is computed next on the device wait for the copies.
-        """
+        """Start to copy tensors to the device."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return _nothing_to_wait_for
 
     def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
-        """Copy a tensor to the host; the result is there after `finish`.
-
-        Args:
-            target: On the host.
-            source: On the device, not changed by anybody any more.
-            adds: Add it to the target, in the target's type.
-        """
+        """Copy a tensor to the host; the result is there after `finish`."""
         with host_copies():
             if adds:
                 landed = torch.empty_like(source)
@@ -106,16 +79,7 @@ class Copies:
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """Start to copy tensors to the host, as they are.
-
-        Args:
-            targets: On the host, of the types and the memory order of the sources.
-            sources: On the device; the caller holds them until later computations wait.
-
-        Returns:
-            A function that lets everything that is computed next on the device wait for the copies,
-            also copies back.
-        """
+        """Start to copy tensors to the host, as they are."""
         with host_copies():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
@@ -163,11 +127,6 @@ class StreamCopies(Copies):
 
     The host waits only before it reads what has landed, or changes what may still be read, and one
     wait is for all copies before it.
-
-    Args:
-        worker: What works on the host beside the computation.
-        memory: Page-locked host memory.
-        device: The CUDA device; ``None`` for fake tensors, where only the memory matters.
     """
 
     def __init__(self, worker: HostWorker, memory: HostMemory, device: torch.device | None) -> None:
@@ -388,16 +347,7 @@ def _record(stream: Any) -> Any:
 
 
 def copies_for(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> Copies:
-    """Make what copies between the host and the device of a tensor.
-
-    Args:
-        tensor: Any tensor of the device.
-        worker: What works on the host beside the computation.
-        memory: Host memory; its pages are locked for CUDA.
-
-    Returns:
-        Copies with streams for CUDA.
-    """
+    """Make what copies between the host and the device of a tensor."""
     if not on_cuda(tensor):
         return Copies(worker)
     if is_fake(tensor):

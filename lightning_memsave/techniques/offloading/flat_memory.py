@@ -51,16 +51,7 @@ def in_order(tensors: Sequence[Tensor]) -> list[int]:
 def empty_like_all(
     forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Allocate tensors in one piece, with the distances of the forms where these are in one, too.
-
-    Args:
-        forms: Dense tensors, whose shapes and memory order the results get.
-        dtypes: Types of the results.
-        device: The device.
-
-    Returns:
-        All bytes, and the tensors in them.
-    """
+    """Allocate tensors in one piece, with the distances of forms that are in one, too."""
     pairs = list(zip(forms, dtypes, strict=True))
     are_same = all(form.dtype == dtype for form, dtype in pairs)
     starts, end, before = [], 0, None
@@ -87,15 +78,7 @@ def tensor_in(piece: Tensor, start: int, form: Tensor, dtype: torch.dtype) -> Te
 
 
 def joined(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Join tensors that lie one behind the other on both sides, with the gaps between them.
-
-    Args:
-        targets: Dense tensors.
-        sources: As many, of the same types, sizes and strides.
-
-    Returns:
-        Pairs of targets and sources, as few as there can be.
-    """
+    """Join tensors that lie one behind the other on both sides, with the gaps between them."""
     runs: list[list[tuple[Tensor, Tensor, _Place, _Place]]] = []
     for target, source in zip(targets, sources, strict=True):
         into, out_of = _place_of(target), _place_of(source)

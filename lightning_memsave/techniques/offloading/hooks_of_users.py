@@ -18,9 +18,6 @@ class OnDevice(TorchDispatchMode):
 
     An operator gets copies on the device, and what it writes into them goes back. Views stay views
     of host memory.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,15 +55,7 @@ class OnDevice(TorchDispatchMode):
 
 
 def compute_on_device(owner: Any, hook: str) -> Callable[[], None]:
-    """Let a hook meet weights as if they were on the device.
-
-    Args:
-        owner: A LightningModule or a callback that has the hook.
-        hook: One of `HOOKS`.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let a hook meet weights as if they were on the device."""
     return patch_method(owner, _REPLACEMENTS[hook])
 
 

@@ -15,19 +15,7 @@ _SHARE = 0.5
 
 
 def host_budget_bytes(budget: int | str | None, *, is_here: bool = True) -> float:
-    """Read a budget of host memory.
-
-    Args:
-        budget: Bytes, a text such as ``"16GiB"``, or ``None`` for half of what is free.
-        is_here: Whether it is this machine that trains: of another one nothing is known, so
-            ``None`` is no limit.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        ValueError: If it is not a size.
-    """
+    """Read a budget of host memory."""
     if budget is None:
         return _SHARE * psutil.virtual_memory().available if is_here else math.inf
     if isinstance(budget, str):
@@ -38,14 +26,7 @@ def host_budget_bytes(budget: int | str | None, *, is_here: bool = True) -> floa
 
 
 def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
-    """Reckon what a trained weight needs on the host, with its gradient and AdamW's state.
-
-    Args:
-        arguments: Of `MemSaveCallback`; what is missing is off.
-
-    Returns:
-        Bytes.
-    """
+    """Reckon what a trained weight needs on the host, with its gradient and AdamW's state."""
     low = arguments.get("low_precision_weights")
     weight = 6 if getattr(low, "rounding", low) == "master" else 4
     optimizer = arguments.get("optimizer")

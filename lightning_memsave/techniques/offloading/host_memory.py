@@ -45,13 +45,6 @@ class HostMemory:
         """Allocate memory for tensors, without values.
 
         Each result has a storage of its own, so that checkpoints treat it like any tensor.
-
-        Args:
-            tensors: Tensors on any device; their values are not read.
-            dtypes: Types of the results; ``None`` for those of the tensors.
-
-        Returns:
-            Tensors with the shapes and the memory order of the given ones, marked as host memory.
         """
         dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
         with torch.inference_mode(mode=False), host_copies():  # also for modes that change types
@@ -67,9 +60,6 @@ class HostMemory:
 
         A process that is forked from this one does not have this memory: the system would copy
         locked pages at each fork, as the device knows where they are.
-
-        Args:
-            device: The GPU; ``None`` for the current one.
         """
         if self._is_locked:
             return

@@ -39,14 +39,6 @@ class HostTable(HostWeight):
     The rows of a batch are copied to the device, and the gradients of these rows back, in
     ``weight.grad``: a `RowGradient`, or an ordinary tensor on the host if a linear layer with the
     same weight has computed a loss. Such a layer works tile by tile, in chunked cross-entropy.
-
-    Args:
-        model: The model.
-        weight: The weight of one of its embeddings.
-        worker: What works on the host beside the computation; ``None`` for nothing beside it.
-
-    Raises:
-        IncompatibleError: If the model cannot use it from the host; the message lists all reasons.
     """
 
     def __init__(
@@ -75,11 +67,7 @@ class HostTable(HostWeight):
         self._task = -1
 
     def start(self) -> list[_Hook]:
-        """Move the weight to the host, and replace the methods that use it.
-
-        Returns:
-            Functions that undo it.
-        """
+        """Move the weight to the host, and replace the methods that use it."""
         weight, grad = self.weight, self.weight.grad
         weight.grad = None
         host = self.memory.tensors_like([weight])[0]
@@ -121,15 +109,7 @@ class HostTable(HostWeight):
             weight.grad = _moved(grad, self.home)
 
     def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up rows, up to date.
-
-        Args:
-            embedding: The module that does, for its settings.
-            ids: Indices of rows, on the device.
-
-        Returns:
-            The rows, with a graph if gradients are enabled.
-        """
+        """Look up rows, up to date."""
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             # The backward pass before has failed; its gradients are nobody's.
             self._pieces, self._has_gradient, self._task = [], None, -1
@@ -184,12 +164,7 @@ class HostTable(HostWeight):
         self._copies.to_host(whole[place], gradient, adds=num_known > 0)
 
     def add_rows(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of some rows to that of the weight; call it in backward.
-
-        Args:
-            ids: (n,) distinct rows, ascending, on the host.
-            gradient: (n, D), on the device.
-        """
+        """Add the gradients of some rows to that of the weight; call it in backward."""
         self._begin_backward()
         assert self._copies is not None, "there was a forward pass"
         landing = self._transfer_memory(gradient)
@@ -377,15 +352,7 @@ def _look(module: nn.Module, *_: object) -> None:
 
 
 def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:
-    """Find every reason why a weight cannot stay on the host.
-
-    Args:
-        model: The model.
-        weight: The weight of an embedding.
-
-    Returns:
-        All problems, empty if there are none.
-    """
+    """Find every reason why a weight cannot stay on the host."""
     problems = []
     if weight.dtype not in (torch.float32, torch.float64):
         problems.append(_conversion(weight.dtype))

@@ -42,23 +42,14 @@ Clip = Callable[[list[nn.Parameter]], None]
 
 
 class HostUpdates:
-    """Updates part by part, in the order in which the next step needs them.
-
-    Args:
-        optimizer: The optimizer.
-        residence: What moves its parameters.
-    """
+    """Updates part by part, in the order in which the next step needs them."""
 
     def __init__(self, optimizer: Optimizer, residence: Residence) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._residence = residence
 
     def start(self) -> list[Callable[[], None]]:
-        """Replace the optimizer's step.
-
-        Returns:
-            Functions that restore it.
-        """
+        """Replace the optimizer's step."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
         _UPDATES[optimizer] = self
@@ -77,11 +68,7 @@ class HostUpdates:
         ]
 
     def run(self, optimizer: Optimizer) -> None:
-        """Update all parameters with a gradient: those on the device now, others after returning.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Update parameters with a gradient: those on the device now, others after returning."""
         self._residence.leave()
         has_gradients = any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
         if has_gradients:  # otherwise all are updated in backward
@@ -94,16 +81,7 @@ class HostUpdates:
     def submit(
         self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
     ) -> "Future[None]":
-        """Update some parameters of a part in the background.
-
-        Args:
-            part: The part.
-            gradients: By parameter, on the host or on their way there.
-            clip: Clips gradients in the type of their weights.
-
-        Returns:
-            Whose ``done`` says that nothing reads the gradients any more.
-        """
+        """Update some parameters of a part in the background."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
         part.take_back()
@@ -141,15 +119,7 @@ class HostUpdates:
                 self.submit(part, gradients[part])
 
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Update all parameters at once, by a step that may run forward and backward several times.
-
-        Args:
-            optimizer: The optimizer, such as LBFGS.
-            closure: Runs forward and backward passes.
-
-        Returns:
-            What the optimizer returns.
-        """
+        """Update all parameters at once, by a step that may run several passes."""
 
         def evaluate() -> Any:
             with counted_as(""), torch.enable_grad():
@@ -240,11 +210,7 @@ _num_landing = 0
 
 
 def let_scales_land() -> Callable[[], None]:
-    """Let each ``GradScaler`` of the process unscale gradients on the host when its scale is there.
-
-    Returns:
-        A function that restores torch's method, once all that were given have been called.
-    """
+    """Let each ``GradScaler`` unscale gradients on the host when its scale is there."""
     _count_landing(1)
     return functools.partial(_count_landing, -1)
 

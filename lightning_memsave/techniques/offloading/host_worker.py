@@ -20,10 +20,6 @@ class HostWorker:
 
     The thread stays while there is work every few seconds, and with it the threads that OpenMP
     keeps for it: to start them anew for each block takes milliseconds.
-
-    Args:
-        in_background: Run them in a thread; otherwise `submit` runs them itself.
-        num_threads: Threads that each operator uses there; ``None`` for torch's number.
     """
 
     def __init__(self, *, in_background: bool, num_threads: int | None = None) -> None:
@@ -38,14 +34,7 @@ class HostWorker:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> "Future[None]":
-        """Run a function after those before it.
-
-        Args:
-            work: Its tensors count as host memory.
-
-        Returns:
-            Whose ``result()`` waits for it, and raises what it has raised.
-        """
+        """Run a function after those before it."""
         done: Future[None] = Future()
         with self._changed:
             self._waiting.append((work, done))
@@ -128,11 +117,7 @@ class HostWorker:
 
 
 def wait_for(work: list["Future[None]"]) -> None:
-    """Wait for what workers do, and raise what the first one that failed has raised.
-
-    Args:
-        work: What is done is removed; what is not, as the user has interrupted the wait, stays.
-    """
+    """Wait for what workers do, and raise what the first one that failed has raised."""
     failed: list[BaseException] = []
     while work:
         first = work[0]

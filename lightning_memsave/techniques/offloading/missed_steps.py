@@ -33,27 +33,14 @@ _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer that can update rows.
-
-    Args:
-        state: Names of its state tensors that have the shape of the parameter.
-        has_count: Whether it counts steps in its state.
-    """
+    """An optimizer that can update rows."""
 
     state: tuple[str, ...]
     has_count: bool
 
 
 def kind_of(optimizer: Optimizer, settings: Settings) -> Kind | None:
-    """Return how an optimizer updates rows; ``None`` if it cannot.
-
-    Args:
-        optimizer: Any optimizer.
-        settings: Those of the group of the table.
-
-    Returns:
-        Torch's AdamW, Adam and SGD can, with the usual settings.
-    """
+    """Return how an optimizer updates rows; ``None`` if it cannot."""
     if any(settings.get(name) for name in ("capturable", "differentiable")):
         return None
     if type(optimizer) in _ADAM:
@@ -65,16 +52,7 @@ def kind_of(optimizer: Optimizer, settings: Settings) -> Kind | None:
 
 
 def has_closed_form(optimizer: Optimizer, settings: Settings) -> bool:
-    """Return whether missed steps need not be done one after the other.
-
-    Args:
-        optimizer: One with a kind.
-        settings: Those of the group of the table.
-
-    Returns:
-        False for Adam whose decay is part of the gradient, and where the second moment is forgotten
-        before the first.
-    """
+    """Return whether missed steps need not be done one after the other."""
     if type(optimizer) is torch.optim.SGD:
         return True
     is_decoupled = settings.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
@@ -83,30 +61,14 @@ def has_closed_form(optimizer: Optimizer, settings: Settings) -> bool:
 
 
 def coefficients(optimizer: Optimizer, steps: Sequence[Settings], first: int) -> np.ndarray:
-    """Compute what the last steps do together.
-
-    Args:
-        optimizer: The optimizer; there is a closed form for its steps.
-        steps: Their settings.
-        first: The number of the first of them, counted from 1.
-
-    Returns:
-        A line for each number of last steps, 0 to all; its columns are for `move`.
-    """
+    """Compute what the last steps do together."""
     if type(optimizer) is torch.optim.SGD:
         return _of_sgd(steps)
     return _of_adam(steps, first)
 
 
 def move(values: Tensor, state: Mapping[str, Tensor], lines: Tensor, settings: Settings) -> None:
-    """Move rows and their state by missed steps, in place.
-
-    Args:
-        values: The rows (n, D).
-        state: Their state, by name.
-        lines: (n, columns) the line of `coefficients` of each row.
-        settings: Those of the optimizer.
-    """
+    """Move rows and their state by missed steps, in place."""
     columns = lines.to(values.dtype).unsqueeze(2).unbind(1)
     if "exp_avg" in state:
         _move_adam(values, state, columns, settings["eps"])

@@ -19,12 +19,6 @@ def tell_device(model: nn.Module) -> list[Callable[[], None]]:
     """Let ``device`` be where the model computes, not where its parameters wait.
 
     ``generate`` and users bring tokens there.
-
-    Args:
-        model: The model; modules with a property ``device`` are looked for in it.
-
-    Returns:
-        Functions that undo it.
     """
     undo: list[Callable[[], None]] = []
     for module in model.modules():

@@ -18,15 +18,7 @@ _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKey
 
 
 def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
-    """Let the passes of a model move its parameters.
-
-    Args:
-        model: The model.
-        residence: What moves them.
-
-    Returns:
-        Functions that undo it.
-    """
+    """Let the passes of a model move its parameters."""
     undo: list[Callable[[], None]] = []
     blocks = [module for module in model.modules() if residence.is_block(module)]
     inside = {id(m) for block in blocks for m in block.modules()}

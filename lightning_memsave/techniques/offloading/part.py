@@ -31,11 +31,6 @@ class Part:
     but in host memory: its ``data`` and its ``grad`` are ordinary tensors there. While the part is
     on the device, ``data`` is the copy there, possibly in another type. Weights that are split into
     halves are joined by `join` only; before, ``data`` on the host is a NaN that all share.
-
-    Args:
-        params: Parameters with their values; frozen ones have neither gradient nor update.
-        memory: Host memory.
-        is_streamed: Free the copies on the device whenever the part leaves it.
     """
 
     def __init__(
@@ -109,15 +104,7 @@ class Part:
         return self._to_send[index] if index in self._are_split else self._weights[index]
 
     def access_to(self, param: Tensor, *, is_flat: bool) -> Weights:
-        """Give access to a weight for an update of a part of it.
-
-        Args:
-            param: One of the parameters.
-            is_flat: For slices of the flat weight; otherwise for all of it.
-
-        Returns:
-            What loads and stores values in float32.
-        """
+        """Give access to a weight for an update of a part of it."""
         memory, index = self.updated_memory_of(param), self._positions[id(param)]
         memory = memory.view(-1) if is_flat else memory
         if index not in self._are_split:
@@ -147,13 +134,7 @@ class Part:
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
     ) -> None:
-        """Choose the type of the copy on the device.
-
-        Args:
-            param: One of the parameters.
-            dtype: Such as ``torch.bfloat16``.
-            is_split: Keep what bfloat16 lacks of float32 in place of the weight.
-        """
+        """Choose the type of the copy on the device."""
         self.join()
         index = self._positions[id(param)]
         self._dtypes[index] = dtype
@@ -177,13 +158,7 @@ class Part:
 
     @contextlib.contextmanager
     def on_host(self, params: Iterable[nn.Parameter], *, needs_type: bool) -> Iterator[None]:
-        """Let parameters be on the host, with gradients that nobody may read, to allocate state.
-
-        Args:
-            params: Some of the parameters.
-            needs_type: Whether the state gets the type of the parameters. Otherwise, they are as
-                contiguous as they can be.
-        """
+        """Let parameters be on the host, with gradients that nobody may read, to allocate state."""
         before = [(param, param.data, param.grad) for param in params]
         for param, _, _ in before:
             param.grad = None
@@ -200,12 +175,7 @@ class Part:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def send(self, copies: Copies, device: torch.device) -> None:
-        """Start to copy weights to the device if they have changed.
-
-        Args:
-            copies: Copies between host and device.
-            device: The device.
-        """
+        """Start to copy weights to the device if they have changed."""
         self.wait()
         self._adopt()
         if self._on_device and self._versions() == self._sent:
@@ -228,12 +198,7 @@ class Part:
         return [found[index] for index in range(len(order))]
 
     def enter(self, copies: Copies, device: torch.device) -> None:
-        """Let the parameters be on the device.
-
-        Args:
-            copies: Copies between host and device.
-            device: The device.
-        """
+        """Let the parameters be on the device."""
         if self.is_on_device:
             return
         self.send(copies, device)
@@ -349,12 +314,7 @@ class Part:
         self._kept.add(index)
 
     def receive_gradient(self, param: nn.Parameter, copies: Copies) -> None:
-        """Move a gradient to the host.
-
-        Args:
-            param: With a complete gradient on the device.
-            copies: Copies between host and device.
-        """
+        """Move a gradient to the host."""
         assert param.grad is not None, "hooks run when there is a gradient"
         index = self._positions[id(param)]
         adds = index in self._received or index in self._kept
@@ -366,11 +326,7 @@ class Part:
             copies.begin_group(None)  # its weights leave, too
 
     def convert(self, changed: Iterable[Tensor] | None = None) -> None:
-        """Convert weights that have changed to the types of the device.
-
-        Args:
-            changed: Parameters, if no others have changed.
-        """
+        """Convert weights that have changed to the types of the device."""
         versions = self._versions()
         if versions == self._converted:
             return
@@ -446,11 +402,7 @@ class Part:
             self._weights[index] = weight
 
     def release(self, device: torch.device) -> None:
-        """Give the parameters memory of their own, as they had before.
-
-        Args:
-            device: Where they are from now on.
-        """
+        """Give the parameters memory of their own, as they had before."""
         self.leave()
         self.show_gradients()
         self.join()

@@ -35,17 +35,7 @@ class Taker(Protocol):
 
 
 class Residence:
-    """Decides when the parameters of a model are on the device.
-
-    Args:
-        model: The model; its offloaded parameters are on the host from now on.
-        blocks: Its blocks.
-        params: The parameters to offload.
-        worker: What works on the host beside the computation.
-        memory: Host memory.
-        num_on_device: Of how many blocks weights are on the device: that of the block that
-            computes and those that it needs next; ``None`` for all.
-    """
+    """Decides when the parameters of a model are on the device."""
 
     def __init__(
         self,
@@ -92,11 +82,7 @@ class Residence:
         self._model = weakref.ref(model)
 
     def start(self) -> list[Callable[[], None]]:
-        """Watch gradients and optimizers.
-
-        Returns:
-            Functions that end it.
-        """
+        """Watch gradients and optimizers."""
         self._watch_trained()
         return [self._stop_watching, *self._watch_steps()]
 
@@ -148,11 +134,7 @@ class Residence:
             part.num_uses = 0
 
     def finish(self) -> None:
-        """Finish all updates, and let all parameters be on the host.
-
-        Raises:
-            Exception: What an update has raised; of several the first.
-        """
+        """Finish all updates, and let all parameters be on the host."""
         self.leave()
         self.copies.synchronize()  # the device may still read weights for what it computes late
         failed = []
@@ -295,15 +277,7 @@ class Residence:
             self._came.append(part)
 
     def leave_block(self, block: nn.Module, output: Any) -> Any:
-        """Let the parameters of a block be on the host until its backward pass.
-
-        Args:
-            block: The block.
-            output: What its forward pass has returned; ``None`` if it has failed.
-
-        Returns:
-            The output, with logits of heads inside of the block materialized if it leaves.
-        """
+        """Let the parameters of a block be on the host until its backward pass."""
         part = self._by_block[block]
         if torch.is_grad_enabled() and part.is_streamed:
             map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
@@ -388,14 +362,7 @@ class Residence:
                 setattr(module, name, param)  # as recurrent layers have a list of them besides
 
     def follow(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Follow the model to another device.
-
-        Args:
-            convert: What ``Module.to`` does with a tensor.
-
-        Raises:
-            IncompatibleError: If it changes the type.
-        """
+        """Follow the model to another device."""
         some = next(param for part in self.parts for param in part.params)
         # Where it is, as `float` leaves it there; but nothing can be moved from `meta`.
         device = torch.device("cpu") if self.device.type == "meta" else self.device

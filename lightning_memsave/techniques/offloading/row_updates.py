@@ -80,15 +80,6 @@ class RowUpdates:
     all are, for a checkpoint, or after 1,024 steps. State tensors are on the host, in torch's
     layout.
 
-    Args:
-        optimizer: torch's AdamW, Adam or SGD.
-        tables: The tables that it trains.
-        replays: Whether missed steps are done one after the other, as the optimizer would have:
-            bit for bit, in as much time. Otherwise all at once, with other rounding.
-
-    Raises:
-        IncompatibleError: If the optimizer cannot update rows.
-
     Note:
         Exactness is *bitwise* with ``replays``, for Adam with weight decay in the gradient, and for
         tables with whole gradients. Otherwise it is *rounding*, but for AdamW with a ``beta2``
@@ -122,15 +113,7 @@ class RowUpdates:
         self._updates = [TableUpdates(optimizer, table, replays=replays) for table in tables]
 
     def start(self, *, replaces_step: bool = True) -> list[Callable[[], Any]]:
-        """Begin to update the tables.
-
-        Args:
-            replaces_step: Whether to replace the optimizer's step; otherwise the caller runs it
-                inside `tables_apart`.
-
-        Returns:
-            Functions that undo it.
-        """
+        """Begin to update the tables."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
         _UPDATES[optimizer] = self._updates
@@ -144,13 +127,7 @@ class RowUpdates:
 
 
 class TableUpdates:
-    """Updates one table.
-
-    Args:
-        optimizer: Its optimizer.
-        table: The table.
-        replays: Whether missed steps are done one after the other.
-    """
+    """Updates one table."""
 
     def __init__(self, optimizer: Optimizer, table: HostTable, *, replays: bool) -> None:
         self.table = table
@@ -179,11 +156,7 @@ class TableUpdates:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Update the table with its gradient, in the background if the table has a thread.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Update the table with its gradient, in the background if the table has a thread."""
         self.wait()
         grad, settings = self.table.weight.grad, self._settings(optimizer)
         assert grad is not None, "the caller has looked"
@@ -362,11 +335,7 @@ class TableUpdates:
 
 @contextmanager
 def tables_apart(optimizer: Optimizer) -> Iterator[None]:
-    """Update the tables of an optimizer, and hide their gradients from it inside.
-
-    Args:
-        optimizer: Its gradients are complete. A step inside updates the other parameters.
-    """
+    """Update the tables of an optimizer, and hide their gradients from it inside."""
     found_inf = getattr(optimizer, "found_inf", None)  # of loss scaling, for fused optimizers
     hidden = []
     for updates in _UPDATES.get(optimizer, []):

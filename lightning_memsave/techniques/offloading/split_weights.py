@@ -11,12 +11,6 @@ def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
     """Split numbers into two halves, from which `join_weight` makes the same bits.
 
     A NaN becomes the usual one.
-
-    Args:
-        values: In float32; overwritten.
-        upper: In bfloat16: the numbers, rounded to nearest, half away from zero. So the other half
-            tells where a number was rounded up, which rounding half to even would not.
-        lower: In int16: the lower half of the bits of ``values``.
     """
     bits = values.view(torch.int32)
     bits.masked_fill_(values.isnan(), _NAN)  # rounding could make another one a number
@@ -26,16 +20,7 @@ def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
 
 
 def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Tensor:
-    """Join what `split_weight` has made.
-
-    Args:
-        upper: As given to it.
-        lower: As given to it.
-        into: For the result.
-
-    Returns:
-        The numbers in float32.
-    """
+    """Join what `split_weight` has made."""
     into = torch.empty_like(upper, dtype=torch.float32) if into is None else into
     # As a signed number, the lower half is negative where the upper one was rounded up.
     into.view(torch.int32).copy_(upper.view(torch.int16)).bitwise_left_shift_(16).add_(lower)

@@ -15,11 +15,7 @@ from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
 
 class HostBuffers:
-    """Host memory that is used again from step to step.
-
-    Args:
-        memory: Where it comes from.
-    """
+    """Host memory that is used again from step to step."""
 
     def __init__(self, memory: HostMemory) -> None:
         self.num_bytes = 0
@@ -29,16 +25,7 @@ class HostBuffers:
         self._free: list[Tensor] = []
 
     def take(self, flat: Tensor, copies: Copies) -> Tensor:
-        """Give the smallest free memory in which a tensor has room.
-
-        Args:
-            flat: A tensor of bytes.
-            copies: What may still copy from or to free memory.
-
-        Returns:
-            A tensor of as many bytes or more. If all that is free is too small, new memory in place
-            of some of it, so that batches of many lengths do not need ever more.
-        """
+        """Give the smallest free memory in which a tensor has room."""
         sizes = [buffer.nbytes for buffer in self._free]
         fitting = [index for index, size in enumerate(sizes) if size >= flat.nbytes]
         if fitting:
@@ -60,13 +47,7 @@ class HostBuffers:
 
 
 class Stash:
-    """The memory behind saved tensors; all that share a storage share one stash.
-
-    Args:
-        tensor: One of them.
-        buffers: Host memory.
-        copies: Copies between host and device.
-    """
+    """The memory behind saved tensors; all that share a storage share one stash."""
 
     def __init__(self, tensor: Tensor, buffers: HostBuffers, copies: Copies) -> None:
         self.copies = copies
@@ -102,15 +83,7 @@ class Stash:
         return is_same and self._version == tensor._version
 
     def save(self, tensor: Tensor, place: int) -> "Saved":
-        """Save a tensor.
-
-        Args:
-            tensor: A tensor that it holds.
-            place: Of the block that saves it.
-
-        Returns:
-            What restores it.
-        """
+        """Save a tensor."""
         self.flat = _flat(tensor)
         self.place = place
         self._num_saved += 1
@@ -144,11 +117,7 @@ class Stash:
         return True
 
     def use(self) -> Tensor:
-        """Return all bytes on the device, to which it holds on until each save was used once.
-
-        Raises:
-            RuntimeError: If they were changed before there was a copy on the host.
-        """
+        """Return all bytes on the device, to which it holds on until each save was used once."""
         self._finish_copy()
         self.look_for_changes()
         if self._is_changed:
@@ -198,11 +167,7 @@ class Saved:
 
 
 class Kept:
-    """A saved tensor that stays where it is.
-
-    Args:
-        tensor: The tensor.
-    """
+    """A saved tensor that stays where it is."""
 
     __slots__ = ("_tensor", "_version")
 

@@ -57,13 +57,6 @@ class UpdatesInBackward(GradientUpdates):
     The gradients of a part go to the host together, into one of two pieces of memory, while those
     in the other one are used. So the host has no memory for the gradients of the whole model,
     unless those of several backward passes are added up.
-
-    Args:
-        optimizer: The optimizer.
-        clip: Clips each gradient of some parameters.
-        residence: What moves the parameters.
-        clips: Whether ``clip`` does anything.
-        group_bytes: As of `GradientUpdates`, for parameters on the device.
     """
 
     def __init__(
@@ -100,18 +93,7 @@ class UpdatesInBackward(GradientUpdates):
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, part: Part) -> bool:
-        """Take a complete gradient.
-
-        Args:
-            param: With a gradient on the device.
-            part: Its part.
-
-        Returns:
-            False if the gradient is of another optimizer, or one of several that are added up.
-
-        Raises:
-            IncompatibleError: If nothing updates weights in the background.
-        """
+        """Take a complete gradient."""
         optimizer, residence, grad = self._optimizer(), self._residence(), param.grad
         is_own = optimizer is not None and owns(optimizer, param)
         if not is_own or self.is_accumulating or part.sums_gradients_of(param):

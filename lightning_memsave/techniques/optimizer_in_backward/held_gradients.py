@@ -21,11 +21,6 @@ class HeldGradients:
     Their total norm is known only after backward. Those that are complete last, when backward has
     freed most activations, may stay on the device. On CUDA, copies run beside the computation: each
     waits only for the gradients that it needs, and the device holds one group more.
-
-    Args:
-        clip_norm: Bound on the total norm of all gradients.
-        kept_bytes: Bytes of gradients that stay on the device; ``None`` for none until somebody
-            who knows the peak sets it.
     """
 
     def __init__(self, clip_norm: float, kept_bytes: int | None = None) -> None:
@@ -87,14 +82,7 @@ class HeldGradients:
             param.grad = None
 
     def give_back(self, groups: Iterable[list[nn.Parameter]]) -> Iterator[list[nn.Parameter]]:
-        """Put gradients back in place, clipped if the total norm is known.
-
-        Args:
-            groups: Parameters of one device each, whose gradients are held or still in place.
-
-        Yields:
-            Each group, before the one after it is put in place.
-        """
+        """Put gradients back in place, clipped if the total norm is known."""
         self._let_go()
         ready = None
         for group in groups:
@@ -109,11 +97,7 @@ class HeldGradients:
             yield self._place(*ready)
 
     def find_norm(self, params: list[nn.Parameter]) -> None:
-        """Compute the total norm of all gradients, as ``clip_grad_norm_`` does.
-
-        Args:
-            params: All parameters with a gradient, in the order of the groups.
-        """
+        """Compute the total norm of all gradients, as ``clip_grad_norm_`` does."""
         if not params:
             return
         kinds: dict[Any, list[nn.Parameter]] = {}  # in the order in which torch sums them

@@ -32,15 +32,7 @@ from lightning_memsave.units import format_bytes
 
 
 class InBackwardHandle(Handle[Optimizer]):
-    """The handle of ``OptimizerInBackward.apply``: chooses which backward passes update.
-
-    Args:
-        target: The optimizer.
-        updates: The updates in hooks.
-        changes: As for ``Handle``.
-        skipped: As for ``Handle``.
-        undo: As for ``Handle``.
-    """
+    """The handle of ``OptimizerInBackward.apply``: chooses which backward passes update."""
 
     def __init__(
         self,
@@ -271,16 +263,7 @@ class OptimizerInBackward(Technique[Optimizer]):
 
 
 def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
-    """Describe the updates of an optimizer in backward and its gradient memory, in one line.
-
-    Args:
-        optimizer: An optimizer whose parameters are updated in backward.
-        adding_up: Name of what accumulates before the last backward pass of a step; empty if
-            nothing does.
-
-    Returns:
-        One line.
-    """
+    """Describe the updates of an optimizer in backward and its gradient memory, in one line."""
     params, updates = _trained(optimizer), ACTIVE_UPDATES[optimizer]
     total = format_bytes(sum(p.nbytes for p in params))
     is_on_host = _residence_of(optimizer) is not None

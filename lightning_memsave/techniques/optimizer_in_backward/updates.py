@@ -36,12 +36,7 @@ _num_updates = 0
 
 
 def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-    """Update some parameters as ``optimizer.step()`` would, and no others.
-
-    Args:
-        optimizer: An optimizer that does not couple parameters.
-        params: Some of its parameters, each with a gradient.
-    """
+    """Update some parameters as ``optimizer.step()`` would, and no others."""
     global _num_updates  # noqa: PLW0603 - asked by each operator that a prediction records
     step = vars(optimizer).get(_ATTRIBUTE, plain_step)
     _num_updates += 1
@@ -58,15 +53,7 @@ def is_updating() -> bool:
 
 
 def set_parameter_step(optimizer: Optimizer, step: ParameterStep) -> Callable[[], None]:
-    """Replace the function with which an optimizer updates some of its parameters.
-
-    Args:
-        optimizer: The optimizer.
-        step: Called with the optimizer and a list of parameters; must be picklable.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Replace the function with which an optimizer updates some of its parameters."""
     own = vars(optimizer)
     own[_ATTRIBUTE] = step
 
@@ -78,12 +65,7 @@ def set_parameter_step(optimizer: Optimizer, step: ParameterStep) -> Callable[[]
 
 
 def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-    """Update some parameters with the optimizer's own code, in one step.
-
-    Args:
-        optimizer: An optimizer that does not couple parameters.
-        params: Some of its parameters, each with a gradient.
-    """
+    """Update some parameters with the optimizer's own code, in one step."""
     groups: dict[int, dict[str, Any]] = {}
     for param in params:
         group = group_of(optimizer, param)
@@ -92,18 +74,7 @@ def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
 
 
 def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """Find the group of a parameter.
-
-    Args:
-        optimizer: The optimizer.
-        param: One of its parameters.
-
-    Returns:
-        The group itself, with the current values of schedulers.
-
-    Raises:
-        KeyError: If the optimizer has no such parameter.
-    """
+    """Find the group of a parameter."""
     found = _find(optimizer, param)
     if found is None:
         raise KeyError("the optimizer has no such parameter")
@@ -120,11 +91,6 @@ def run_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
     Step hooks and the step count of schedulers belong to steps of the whole optimizer and are
     bypassed.
-
-    Args:
-        optimizer: Its ``state[param]`` is used, and created if it is missing.
-        groups: Settings with ``params``: tensors with a gradient, not necessarily the optimizer's
-            own. They replace its groups during the step.
     """
     initialize(optimizer)
     own_groups, optimizer.param_groups = optimizer.param_groups, groups
@@ -210,13 +176,6 @@ class GradientUpdates:
 
     The garbage collector does not traverse hooks on parameters, so they refer to the optimizer and
     the parameters weakly.
-
-    Args:
-        optimizer: The optimizer.
-        clip: Clips each gradient of some parameters.
-        held: Holds gradients until all are complete; ``None`` to update at once.
-        group_bytes: Bytes up to which gradients are gathered, but no more than the largest has;
-            ``None`` for 32 MiB, or a sixteenth of all gradients if that is more.
     """
 
     def __init__(
@@ -243,11 +202,7 @@ class GradientUpdates:
         self._lock = threading.RLock()
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks.
-
-        Returns:
-            Functions that remove them.
-        """
+        """Register all hooks."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds a reference"
         ACTIVE_UPDATES[optimizer] = self
