@@ -14,7 +14,7 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.parameters import ParameterTable, TensorEntry
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.techniques.optimizer_tools import allocate_state
+from lightning_memsave.techniques.optimizer_step import allocate_state
 from lightning_memsave.units import format_bytes
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]

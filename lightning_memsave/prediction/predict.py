@@ -48,11 +48,8 @@ from lightning_memsave.prediction.simulate import (
 )
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
-    MIN_PAGED_NUMEL,
-    PAGED_STATES,
-)
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
+from lightning_memsave.techniques.optimizer_kinds import MIN_PAGED_NUMEL, PAGED_STATES
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
@@ -243,7 +240,6 @@ class _Predictor:
     deadline_s: float
 
     def predict(self) -> MemoryPrediction:
-        module = self.fakes.copy_module(self.pl_module)
         step, package = self.step, package_of(self.pl_module)
         on_cuda = step.device == "cuda"
         arguments, trainer_arguments, assumptions = simulated_arguments(step, package)
@@ -272,7 +268,7 @@ class _Predictor:
         )
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
         with paged.looking():
-            recording = simulate_steps(module, batch, [callback], settings)
+            recording = simulate_steps(self.pl_module, batch, [callback], settings)
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
         return summarise(

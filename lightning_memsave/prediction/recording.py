@@ -22,7 +22,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
 from lightning_memsave.prediction.snapshot import Origin
 from lightning_memsave.prediction.work import Work, WorkCounter
-from lightning_memsave.techniques.optimizer_in_backward.updates import is_updating
+from lightning_memsave.techniques.optimizer_step import is_updating
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 _PRODUCTS = frozenset(

@@ -11,10 +11,7 @@ from torch import nn
 
 from lightning_memsave.cli.main import main
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import NESTED
-from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
-    COMPENSATION,
-    SEED,
-)
+from lightning_memsave.techniques.optimizer_step import COMPENSATION, SEED
 from tests.cli.shell import message_of
 
 

@@ -21,8 +21,8 @@ from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers impo
     find_changed_names,
     find_obstacle,
 )
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KINDS
 from lightning_memsave.techniques.low_bit_optimizer.technique import NAMES, LowBitOptimizer
+from lightning_memsave.techniques.optimizer_kinds import KINDS
 
 
 def needs_cuda(test):
@@ -172,10 +172,10 @@ def test_change_names_the_exact_bytes_before_and_after(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_8bit") and n[:5] != "paged"])
 def test_bytes_are_counted_to_the_byte(name, dtype):
-    from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD
     from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
         low_bit_state_bytes,
     )
+    from lightning_memsave.techniques.optimizer_kinds import KIND_BY_WORD
 
     model = nn.Sequential(nn.Linear(70, 65), nn.Linear(65, 3)).to(dtype)  # not whole blocks of 256
     adamw = optim.AdamW(model.parameters())

@@ -12,9 +12,9 @@ from torch import nn
 
 from benchmarks.low_bit_step.__main__ import main
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.optimizer_in_backward.updates import plain_step
+from lightning_memsave.techniques.optimizer_kinds import KIND_BY_WORD
+from lightning_memsave.techniques.optimizer_step import plain_step
 
 NUM_TENSORS = 6
 

@@ -18,14 +18,12 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEf
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import (
-    rounded_updates,
-    tiled_steps,
-)
+from lightning_memsave.techniques.low_precision_weights import rounded_updates
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.optimizer_tools import allocate_state
+from lightning_memsave.techniques.optimizer_step import OWN_STATE, allocate_state
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import snapshot
 
@@ -989,7 +987,7 @@ class TestConvergence:
 
 
 def test_names_that_checkpoints_have_stay():
-    assert (rounded_updates.COMPENSATION, rounded_updates.SEED) == (
+    assert OWN_STATE == (
         "compensation",
         "rounding_seed",
     )

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from lightning_memsave.errors import IncompatibleError, MemsaveError
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import tiled_steps
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading import residence
 from lightning_memsave.techniques.offloading.part import Part

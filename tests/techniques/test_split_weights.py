@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.core.memory import emulating_cuda, is_host, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.low_precision_weights import tiled_steps
+from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from tests.cases import make_batch

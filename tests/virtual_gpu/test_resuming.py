@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.waiting_state import bring, leave_on_host, waiting_bytes
+from lightning_memsave.techniques.optimizer_step import bring
+from lightning_memsave.techniques.waiting_state import leave_on_host, waiting_bytes
 from tests.callbacks.lit import make_lit, make_trainer
 from tests.cases import WIDTH
 from tests.helpers import seed_torch

@@ -43,7 +43,7 @@ from lightning_memsave.techniques.micro_batching.technique import (
     check_repeatable,
 )
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
-from lightning_memsave.techniques.optimizer_tools import allocate_state
+from lightning_memsave.techniques.optimizer_step import allocate_state
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import (
     all_reduce_min,

@@ -20,11 +20,11 @@ from lightning_memsave.callbacks.settings.values import (
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Row, Technique, undo_all
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import check_type
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.offloading.technique import trains_offloaded
+from lightning_memsave.techniques.optimizer_kinds import is_low_bit
 from lightning_memsave.trainer.trainer import (
     convert_loaded_optimizer_states,
     facts_of,

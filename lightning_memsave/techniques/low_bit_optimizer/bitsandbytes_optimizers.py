@@ -14,17 +14,17 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
+    check_states,
+    check_structure,
+)
+from lightning_memsave.techniques.optimizer_kinds import (
     KIND_BY_WORD,
     MIN_PAGED_NUMEL,
     PAGED_STATES,
     Kind,
 )
-from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
-    check_states,
-    check_structure,
-)
-from lightning_memsave.techniques.waiting_state import initialize
+from lightning_memsave.techniques.optimizer_step import initialize
 
 
 def update_all(optimizer: Any) -> None:

@@ -9,12 +9,6 @@ from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
     import_bitsandbytes,
 )
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
-    KIND_BY_TYPE,
-    KIND_BY_WORD,
-    KINDS,
-    Kind,
-)
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     NESTED,
     WEIGHTS_ONLY,
@@ -24,8 +18,14 @@ from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     check_type,
     flat_state,
 )
-from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
-from lightning_memsave.techniques.low_precision_weights.rounded_updates import OWN_STATE
+from lightning_memsave.techniques.optimizer_kinds import (
+    BLOCKSIZE,
+    KIND_BY_TYPE,
+    KIND_BY_WORD,
+    KINDS,
+    Kind,
+)
+from lightning_memsave.techniques.optimizer_step import OWN_STATE
 
 StateDict = dict[str, Any]
 

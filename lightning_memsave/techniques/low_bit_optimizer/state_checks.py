@@ -6,12 +6,8 @@ from typing import Any
 import torch
 
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KINDS
-from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
-from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
-    COMPENSATION,
-    SEED,
-)
+from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, KINDS
+from lightning_memsave.techniques.optimizer_step import COMPENSATION, SEED
 
 # bitsandbytes hides its tensors from FSDP under this key since 0.49.
 NESTED = "__bnb_optimizer_quant_state__"

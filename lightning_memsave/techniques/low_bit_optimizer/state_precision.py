@@ -9,12 +9,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
-    KIND_BY_TYPE,
-    Kind,
-)
+from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, KIND_BY_TYPE, Kind
 
-BLOCKSIZE = 256
 _QMAP_BYTES = 256 * 4
 _ROUNDED = "_memsave_is_rounded"
 _OF_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, _ConvNd)

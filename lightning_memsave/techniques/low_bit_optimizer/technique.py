@@ -18,13 +18,6 @@ from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers impo
     build,
     find_obstacle,
 )
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
-    KIND_BY_WORD,
-    Kind,
-    find_kind,
-    is_low_bit,
-    wrapper_problems,
-)
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     count_tensors,
     frozen_parameters,
@@ -36,7 +29,14 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     trained_parameters,
     why_unsuitable,
 )
-from lightning_memsave.techniques.optimizer_tools import set_groups
+from lightning_memsave.techniques.optimizer_kinds import (
+    KIND_BY_WORD,
+    Kind,
+    find_kind,
+    is_low_bit,
+    set_groups,
+    wrapper_problems,
+)
 from lightning_memsave.units import format_bytes
 
 SAME = ("8bit", "paged_8bit")

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.core.memory import is_fake, on_cuda
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD, is_low_bit
-from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
+from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, KIND_BY_WORD, is_low_bit
 
 _MASK_32 = 0xFFFFFFFF
 _LOW_BITS = 0xFFFF  # the bits of float32 that bfloat16 lacks

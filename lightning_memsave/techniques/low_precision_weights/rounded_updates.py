@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,17 @@ from torch.optim import Optimizer
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.low_precision_weights.fused_steps import is_fused, step_fused
-from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
-    Weights,
-    is_tiled,
-    step_in_tiles,
-    step_whole,
-)
-from lightning_memsave.techniques.optimizer_in_backward.updates import (
+from lightning_memsave.techniques.optimizer_step import (
+    COMPENSATION,
+    OWN_STATE,
+    SEED,
+    StepOwner,
+    bring,
     group_of,
-    plain_step,
-    set_parameter_step,
-    step_parameters,
-    step_without_hooks,
+    own_step,
+    owners_of,
 )
+from lightning_memsave.techniques.tiled_steps import Weights, is_tiled, step_in_tiles, step_whole
 
 _LOW_BITS = 0xFFFF  # the bits of float32 that bfloat16 lacks
 
@@ -66,30 +64,33 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     return drawn.view(torch.int16)[:numel].view(like.shape)
 
 
-COMPENSATION = "compensation"
-SEED = "rounding_seed"
-OWN_STATE = (COMPENSATION, SEED)
-"""Keys of the state that rounding adds to that of the optimizer."""
-_PATCHED = ("step", "load_state_dict", "__reduce_ex__")
+_PATCHED = ("load_state_dict", "__reduce_ex__")
 # torch's own optimizers keep state in the type of the parameter.
 _TORCH = "torch.optim."
 
 
 @dataclass(frozen=True)
-class RoundedStep:
-    """Updates parameters, those in bfloat16 one by one in float32."""
+class RoundedStep(StepOwner):
+    """Updates parameters in bfloat16 one by one in float32."""
 
     rounding: str
+    order: ClassVar[int] = 2
+
+    def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
+        """Update all that are in bfloat16 and have a gradient."""
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        own = [p for p in params if id(p) not in done and p.grad is not None and _is_rounded(p)]
+        for param in own:
+            bring(optimizer, [param])
+            self._update(optimizer, param)
+        return {id(param) for param in own}
 
     @torch.no_grad()
-    def __call__(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-        """Update parameters that have a gradient."""
-        others = [param for param in params if param.dtype is not torch.bfloat16]
-        if others:
-            plain_step(optimizer, others)
-        for param in params:
-            if param.dtype is torch.bfloat16:
-                self._update(optimizer, param)
+    def update_some(self, optimizer: Optimizer, params: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Update those of some parameters that are in bfloat16."""
+        for param in filter(_is_rounded, params):
+            self._update(optimizer, param)
+        return [param for param in params if not _is_rounded(param)]
 
     def _update(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         state = optimizer.state[param]
@@ -111,7 +112,7 @@ class RoundedStep:
 
     def allocate(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         """Convert newly allocated state of a parameter to the width that updates need."""
-        if param.dtype is not torch.bfloat16:
+        if not _is_rounded(param):
             return
         _widen_state(optimizer, param)
         if self.rounding == "kahan":
@@ -149,62 +150,33 @@ def _weights(param: nn.Parameter, rest: Tensor | None, seed: int, *, is_flat: bo
     )
 
 
-def install(optimizer: Optimizer, step: RoundedStep) -> Callable[[], None]:
-    """Let an optimizer and its copies use a rounded step, as a whole and per parameter."""
-    undo = [set_parameter_step(optimizer, step)]
+def install(optimizer: Optimizer, owner: RoundedStep) -> Callable[[], None]:
+    """Let an optimizer and its copies round their updates."""
+    undo = [own_step(optimizer, owner)]
     undo += [patch_method(optimizer, globals()[name]) for name in _PATCHED]
-
     return functools.partial(undo_all, undo)
 
 
-# False after `undo`; a scheduler that wrapped the method may still call it.
-def _rounds(optimizer: Optimizer) -> bool:
-    return isinstance(vars(optimizer).get("memsave_parameter_step"), RoundedStep)
+def _is_rounded(param: nn.Parameter) -> bool:
+    return param.dtype is torch.bfloat16
 
 
-def _reconstruct(make: Callable[..., Optimizer], args: Any, parameter_step: RoundedStep) -> Any:
+def _rounded_step_of(optimizer: Optimizer) -> RoundedStep | None:
+    owners = owners_of(optimizer)
+    return next((each for each in owners if isinstance(each, RoundedStep)), None)
+
+
+def _reconstruct(make: Callable[..., Optimizer], args: Any, owner: RoundedStep) -> Any:
     optimizer = make(*args)
-    install(optimizer, parameter_step)
+    install(optimizer, owner)
     return optimizer
-
-
-def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
-    if not _rounds(self):
-        return previous_method(self, "step")(closure)
-    self._opt_called = True  # type: ignore[attr-defined] # for schedulers
-    return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
-
-
-# Without this mark, schedulers would wrap the method in a closure, which cannot be copied.
-step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-@Optimizer.profile_hook_step
-@torch.no_grad()
-def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    params = [p for group in self.param_groups for p in group["params"]]
-    held = [(p, p.grad) for p in params if p.dtype is torch.bfloat16 and p.grad is not None]
-    for param, _ in held:
-        param.grad = None
-    try:
-        step_without_hooks(self)
-    finally:
-        for param, grad in held:
-            param.grad = grad
-    step_parameters(self, [param for param, _ in held])
-    return loss
 
 
 # torch casts the state of a bfloat16 parameter to bfloat16 when it is loaded.
 def load_state_dict(self: Optimizer, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """Load a state, saved with this technique or without; replaces the method of this name."""
     previous_method(self, "load_state_dict")(state_dict, *args, **kwargs)
-    if not _rounds(self):
+    if _rounded_step_of(self) is None:  # after `undo`
         return
     saved_groups = state_dict["param_groups"]
     for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
@@ -215,12 +187,13 @@ def load_state_dict(self: Optimizer, state_dict: dict[str, Any], *args: Any, **k
 def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:  # noqa: N807 - replaces that method
     """Reduce the optimizer for copies and pickles; replaces the method of this name."""
     reduced: tuple[Any, ...] = previous_method(self, "__reduce_ex__")(protocol)
-    own = vars(self).get("memsave_parameter_step")
-    if not isinstance(own, RoundedStep):
+    own = _rounded_step_of(self)
+    if own is None:
         return reduced
     make, args, state, *rest = reduced
-    # Some optimizers pickle all attributes, including those of this module.
-    state = {k: v for k, v in state.items() if k not in _PATCHED and "memsave_p" not in k}
+    # Some optimizers pickle all attributes, including those of this package.
+    patched = (*_PATCHED, "step", "zero_grad")
+    state = {k: v for k, v in state.items() if k not in patched and "memsave_" not in k}
     return _reconstruct, (make, args, own), state, *rest
 
 

@@ -27,7 +27,6 @@ from lightning_memsave.errors import (
     Problem,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     is_norm,
     mark_rounded,
@@ -44,6 +43,7 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
     install,
 )
 from lightning_memsave.techniques.offloading.module_hooks import residence_with
+from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.units import format_bytes
 
 _RULES = ("norm", "vector", "pattern", "shared memory")

@@ -13,46 +13,43 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
-from lightning_memsave.core.patching import PROCESS_WIDE, patch_method, previous_method
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
-from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
-    is_tiled,
-    step_in_tiles,
-    step_whole,
-)
+from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.row_updates import tables_apart, wait_for_tables
-from lightning_memsave.techniques.optimizer_in_backward.updates import (
-    group_of,
-    plain_step,
-    step_without_hooks,
-)
-from lightning_memsave.techniques.optimizer_tools import (
+from lightning_memsave.techniques.optimizer_kinds import is_low_bit
+from lightning_memsave.techniques.optimizer_step import (
+    StepOwner,
     allocate_state,
     choose_fused,
     double_of,
+    group_of,
     on_host,
+    own_step,
+    owners_of,
+    plain_step,
     scaling_on_host,
+    step_without_hooks,
     updates_each_alone,
 )
+from lightning_memsave.techniques.tiled_steps import is_tiled, step_in_tiles, step_whole
 
-_UPDATES: "weakref.WeakKeyDictionary[Optimizer, HostUpdates]" = weakref.WeakKeyDictionary()
 Clip = Callable[[list[nn.Parameter]], None]
 
 
-class HostUpdates:
+class HostUpdates(StepOwner):
     """Updates part by part, in the order in which the next step needs them."""
+
+    order = 1
 
     def __init__(self, optimizer: Optimizer, residence: Residence) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._residence = residence
 
     def start(self) -> list[Callable[[], None]]:
-        """Replace the optimizer's step."""
+        """Own the optimizer's step."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
-        _UPDATES[optimizer] = self
         self._residence.updated_by_parts.add(optimizer)
         self._mark_state()
         hooks = [
@@ -63,20 +60,26 @@ class HostUpdates:
         return [
             functools.partial(self._stop, optimizer),
             *(hook.remove for hook in hooks),
-            patch_method(optimizer, step),
-            patch_method(optimizer, zero_grad),
+            own_step(optimizer, self),
         ]
 
-    def run(self, optimizer: Optimizer) -> None:
-        """Update parameters with a gradient: those on the device now, others after returning."""
+    def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
+        """Update what is on the host while the next step begins."""
         self._residence.leave()
-        has_gradients = any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
-        if has_gradients:  # otherwise all are updated in backward
+        updated: set[int] = set()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p.grad is not None for p in params):  # otherwise all are updated in backward
             self._residence.finish()
             with scaling_on_host(optimizer), tables_apart(optimizer):
-                self._run(optimizer)
+                updated = self._update(optimizer)
         if self._residence.is_watched:
             self._residence.wait()
+        return updated
+
+    def before_zeros(self, optimizer: Optimizer) -> None:
+        """Wait for updates, which may still read gradients."""
+        self._wait()
+        wait_for_tables(optimizer)
 
     def submit(
         self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
@@ -98,25 +101,24 @@ class HostUpdates:
         part.begin_update(future)
         return future
 
-    def _run(self, optimizer: Optimizer) -> None:
+    def _update(self, optimizer: Optimizer) -> set[int]:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        params = [param for param in params if param.grad is not None]
         if not updates_each_alone(optimizer):
             self._residence.wait()
             with on_host():
                 step_without_hooks(optimizer)
             self._mark_state()
-            return
-        gradients: defaultdict[Part | None, dict[nn.Parameter, Tensor]] = defaultdict(dict)
+            return {id(param) for param in params}
+        gradients: defaultdict[Part, dict[nn.Parameter, Tensor]] = defaultdict(dict)
         for param in params:
-            if param.grad is not None:
-                gradients[self._residence.part_of(param)][param] = param.grad
-        if None in gradients:
-            plain_step(optimizer, [*gradients[None]])
+            part = self._residence.part_of(param)
+            if param.grad is not None and part is not None:
+                gradients[part][param] = param.grad
         self._mark_state()  # of what micro-batches have allocated
         for part in self._residence.parts:
             if part in gradients:
                 self.submit(part, gradients[part])
+        return {id(param) for found in gradients.values() for param in found}
 
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Update all parameters at once, by a step that may run several passes."""
@@ -138,7 +140,6 @@ class HostUpdates:
             self._residence.finish()
         finally:
             self._residence.updated_by_parts.discard(optimizer)
-            _UPDATES.pop(optimizer, None)
 
     def _wait(self, *_: object) -> None:
         self._residence.finish()
@@ -237,7 +238,8 @@ def _unscale_landed(
 
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
     """Return what updates an optimizer's parameters on the host; ``None`` if nothing does."""
-    return _UPDATES.get(optimizer)
+    owners = owners_of(optimizer)
+    return next((each for each in owners if isinstance(each, HostUpdates)), None)
 
 
 def _double(
@@ -267,37 +269,3 @@ def _mark(state: Any) -> None:
     for value in state.values() if isinstance(state, dict) else ():
         if isinstance(value, Tensor):
             mark_as_host(value)
-
-
-def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
-    if self not in _UPDATES:
-        return previous_method(self, "step")(closure)
-    self._opt_called = True  # type: ignore[attr-defined] # for schedulers
-    return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
-
-
-# Without this mark, schedulers would wrap the method in a closure, which cannot be copied.
-step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-@Optimizer.profile_hook_step
-@torch.no_grad()
-def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    loss = None
-    if closure is not None and not updates_each_alone(self):
-        return _UPDATES[self].run_with(self, closure)
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    _UPDATES[self].run(self)
-    return loss
-
-
-def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    """Reset gradients, which an update may still read; replaces ``Optimizer.zero_grad``."""
-    updates = _UPDATES.get(self)
-    if updates is not None and not set_to_none:
-        updates._wait()
-        wait_for_tables(self)
-    previous_method(self, "zero_grad")(set_to_none)

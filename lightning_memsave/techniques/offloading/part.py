@@ -14,12 +14,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.flat_memory import in_order, num_owners, shares_memory
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
+from lightning_memsave.techniques.tiled_steps import Weights
 
 _Versions = tuple[int, list[tuple[int, int]]]
 

@@ -36,14 +36,12 @@ from lightning_memsave.techniques.offloading.missed_steps import (
     move,
 )
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
-from lightning_memsave.techniques.optimizer_in_backward.updates import (
-    group_of,
-    step_without_hooks,
-)
-from lightning_memsave.techniques.optimizer_tools import (
+from lightning_memsave.techniques.optimizer_step import (
     choose_fused,
     double_of,
+    group_of,
     scaling_on_host,
+    step_without_hooks,
 )
 
 _UPDATES: "weakref.WeakKeyDictionary[Optimizer, list[TableUpdates]]" = weakref.WeakKeyDictionary()

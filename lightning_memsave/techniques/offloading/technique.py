@@ -16,7 +16,6 @@ from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
@@ -37,6 +36,7 @@ from lightning_memsave.techniques.offloading.module_hooks import (
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.row_updates import RowUpdates
 from lightning_memsave.techniques.optimizer_in_backward.updates import all_in_backward
+from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.units import format_bytes
 
 KINDS = ("optimizer", "parameters", "activations", "embeddings")

@@ -15,7 +15,8 @@ from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_
 from lightning_memsave.techniques.offloading.host_updates import Clip, host_updates_of
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
-from lightning_memsave.techniques.optimizer_in_backward.updates import GradientUpdates, owns
+from lightning_memsave.techniques.optimizer_in_backward.updates import GradientUpdates
+from lightning_memsave.techniques.optimizer_step import owns
 
 _NUM_SLABS = 2
 _ALIGNMENT_BYTES = 64

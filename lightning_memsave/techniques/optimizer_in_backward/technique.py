@@ -14,10 +14,6 @@ from torch.optim import Optimizer
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
-    is_low_bit,
-    wrapper_problems,
-)
 from lightning_memsave.techniques.offloading.module_hooks import residence_with
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.updates_in_backward import UpdatesInBackward
@@ -27,7 +23,8 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     GradientUpdates,
     all_in_backward,
 )
-from lightning_memsave.techniques.optimizer_tools import updates_each_alone
+from lightning_memsave.techniques.optimizer_kinds import is_low_bit, wrapper_problems
+from lightning_memsave.techniques.optimizer_step import updates_each_alone
 from lightning_memsave.units import format_bytes
 
 

@@ -1,6 +1,5 @@
 """Update parameters in backward through hooks on their gradients."""
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,116 +16,15 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
     HeldGradients,
     dense_bytes,
 )
-from lightning_memsave.techniques.waiting_state import after_closure, bring, initialize
-
-ParameterStep = Callable[[Optimizer, list[nn.Parameter]], None]
-
-_ATTRIBUTE = "memsave_parameter_step"
-_GROUP_BYTES, _NUM_GROUPS = 2**25, 16
-_SMALL_BYTES = 2**16
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-# Cached positions of parameters in groups, so that an update does not search all of them.
-_POSITIONS: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = (
-    weakref.WeakKeyDictionary()
+from lightning_memsave.techniques.optimizer_step import (
+    around_step,
+    owners_of,
+    owns,
+    step_parameters,
 )
 
-
-_num_updates = 0
-
-
-def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-    """Update some parameters as ``optimizer.step()`` would, and no others."""
-    global _num_updates  # noqa: PLW0603 - asked by each operator that a prediction records
-    step = vars(optimizer).get(_ATTRIBUTE, plain_step)
-    _num_updates += 1
-    try:
-        bring(optimizer, params)
-        step(optimizer, params)
-    finally:
-        _num_updates -= 1
-
-
-def is_updating() -> bool:
-    """Return whether `step_parameters` runs."""
-    return _num_updates > 0
-
-
-def set_parameter_step(optimizer: Optimizer, step: ParameterStep) -> Callable[[], None]:
-    """Replace the function with which an optimizer updates some of its parameters."""
-    own = vars(optimizer)
-    own[_ATTRIBUTE] = step
-
-    def undo() -> None:
-        if own.get(_ATTRIBUTE) is step:
-            del own[_ATTRIBUTE]
-
-    return undo
-
-
-def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-    """Update some parameters with the optimizer's own code, in one step."""
-    groups: dict[int, dict[str, Any]] = {}
-    for param in params:
-        group = group_of(optimizer, param)
-        groups.setdefault(id(group), {**group, "params": []})["params"].append(param)
-    run_step(optimizer, list(groups.values()))
-
-
-def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """Find the group of a parameter."""
-    found = _find(optimizer, param)
-    if found is None:
-        raise KeyError("the optimizer has no such parameter")
-    return found
-
-
-def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Return whether a parameter is in one of the optimizer's groups."""
-    return _find(optimizer, param) is not None
-
-
-def run_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Run the optimizer's step for other groups than its own.
-
-    Step hooks and the step count of schedulers belong to steps of the whole optimizer and are
-    bypassed.
-    """
-    initialize(optimizer)
-    own_groups, optimizer.param_groups = optimizer.param_groups, groups
-    try:
-        step_without_hooks(optimizer)
-    finally:
-        optimizer.param_groups = own_groups
-
-
-def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
-    """Run a step of all parameters with a gradient, bypassing hooks and schedulers."""
-    step = type(optimizer).step
-    # torch wraps the step of each class, once, to call the hooks.
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-    # The step of a subclass may call that of its base, which is wrapped as well.
-    hooks = {key: vars(optimizer).get(key, {}) for key in _HOOKS}
-    vars(optimizer).update({key: {} for key in _HOOKS})
-    try:
-        return step(optimizer, *closure)
-    finally:
-        vars(optimizer).update(hooks)
-
-
-def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
-    groups, table = optimizer.param_groups, _POSITIONS.get(optimizer, {})
-    group_index, index = table.get(id(param), (len(groups), 0))
-    if group_index < len(groups):
-        found: dict[str, Any] = groups[group_index]
-        if index < len(found["params"]) and found["params"][index] is param:
-            return found
-    _POSITIONS[optimizer] = {
-        id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])
-    }
-    position = _POSITIONS[optimizer].get(id(param))
-    return None if position is None else optimizer.param_groups[position[0]]
-
+_GROUP_BYTES, _NUM_GROUPS = 2**25, 16
+_SMALL_BYTES = 2**16
 
 ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = (
     weakref.WeakKeyDictionary()
@@ -207,11 +105,7 @@ class GradientUpdates:
         assert optimizer is not None, "the caller holds a reference"
         ACTIVE_UPDATES[optimizer] = self
         self._watch_parameters(optimizer)
-        hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        return [self._stop, *(hook.remove for hook in hooks)]
+        return [self._stop, *around_step(optimizer, self._finish, self._after_step)]
 
     @property
     def bytes_at_a_time(self) -> int:
@@ -319,11 +213,6 @@ class GradientUpdates:
         for param in params:
             param.grad = None
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        return after_closure(args, kwargs, functools.partial(self._finish, optimizer))
-
     @torch.no_grad()
     def _finish(self, optimizer: Optimizer) -> None:
         """Update parameters with held gradients, and those whose hook did not run."""
@@ -361,7 +250,7 @@ class GradientUpdates:
         if group:
             yield group
 
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         self.forget()
         self._watch_parameters(optimizer)
 
@@ -370,7 +259,7 @@ class GradientUpdates:
 # and waiting for the next gradients costs memory at the end of backward.
 def _updates_together(optimizer: Optimizer) -> bool:
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    return is_of_torch and _ATTRIBUTE not in vars(optimizer)
+    return is_of_torch and not owners_of(optimizer)
 
 
 def gradient_bytes(param: nn.Parameter) -> int:

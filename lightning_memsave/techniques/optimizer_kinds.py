@@ -9,6 +9,8 @@ import torch
 
 from lightning_memsave.errors import Problem
 
+BLOCKSIZE = 256
+"""Elements of a moment that share a scale."""
 MIN_PAGED_NUMEL = 100_000
 """State of smaller parameters is not paged."""
 PAGED_STATES = ("state1", "state2")
@@ -165,3 +167,61 @@ def _why_not(kind: Kind, group: Mapping[str, Any]) -> tuple[str, str] | None:
             dtype = str(param.dtype).removeprefix("torch.")
             return f"{dtype} parameters", "bitsandbytes computes in 32 bits"
     return None
+
+
+# Optimizers with elementwise updates. Exact types: a subclass may differ.
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+Restore = Callable[[torch.optim.Optimizer], None]
+
+
+def set_groups(
+    target: torch.optim.Optimizer, kind: Kind, kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Restore]:
+    """Write the settings of a named optimizer into the groups of another one."""
+    old_kind = KIND_BY_TYPE.get(type(target))
+    old = dict(target.defaults)
+    if old_kind is None or old_kind.family != kind.family:
+        # `betas` and `eps` have another meaning in other families.
+        old = {key: value for key, value in old.items() if key == "weight_decay"}
+    defaults = {key: old.get(key, value) for key, value in kind.defaults.items()} | dict(kwargs)
+    if defaults.get("momentum") == 0:
+        defaults["momentum"] = kind.defaults["momentum"]  # there is no 8-bit SGD without it
+
+    before = [(group, dict(group)) for group in target.param_groups]
+    for group in target.param_groups:
+        own = {k for k in kind.defaults if k in old and group.get(k, old[k]) not in (old[k], 0.0)}
+        if group.get("weight_decay", old.get("weight_decay")) != old.get("weight_decay"):
+            own.add("weight_decay")
+        group.update({key: value for key, value in defaults.items() if key not in own})
+        if kind.family == "adam":
+            group["decoupled_weight_decay"] = kind.word == "adamw"
+    written = {*kind.defaults, "decoupled_weight_decay"}
+
+    def restore(new: torch.optim.Optimizer) -> None:
+        # The new optimizer may still be saved after this, with the settings that it trained with.
+        new.param_groups = [dict(group) for group in new.param_groups]
+        for group, was in before:
+            for key in written & group.keys():
+                if key in was:
+                    group[key] = was[key]
+                else:
+                    del group[key]
+
+    lr = target.defaults.get("lr", target.param_groups[0]["lr"])
+    return {**defaults, "lr": lr}, restore

@@ -8,32 +8,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import is_fake, is_host, on_cuda, repeated
-from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
-from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
-from lightning_memsave.techniques.optimizer_in_backward.updates import run_step
+from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, ELEMENTWISE, is_low_bit
+from lightning_memsave.techniques.optimizer_step import run_step
 
 MIN_TILE_NUMEL = 2**20
 MAX_TILE_NUMEL = 2**22
 """A tile is an eighth of its parameter between these limits: 4 to 16 MiB in float32."""
 CUDA_FACTOR = 4
 """On a GPU tiles are larger: smaller ones take less time to run than to launch."""
-
-# Optimizers with elementwise updates. Exact types: a subclass may differ.
-ELEMENTWISE = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 
 
 class Weights(NamedTuple):

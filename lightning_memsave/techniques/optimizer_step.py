@@ -1,0 +1,426 @@
+"""Replace the step of an optimizer: who updates which parameters, in which order.
+
+Techniques own parameters: those on the host, those in bfloat16. The optimizer's own code updates
+what nobody owns. Hooks, schedulers, a ``GradScaler`` and profilers see one step.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memsave.core.memory import host_copies, is_host
+from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.technique import undo_all
+from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit
+
+OWN_STATE = (COMPENSATION, SEED) = ("compensation", "rounding_seed")
+"""Keys of the state that rounded updates add to that of the optimizer."""
+WAITING_STATE = "memsave_waiting_state"
+"""Attribute of optimizers whose state waits on the host: its ``bring`` lets it come."""
+
+_STEPS = "memsave_steps"
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+# Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
+_KNOWN = ELEMENTWISE | {
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Muon", "SparseAdam")
+    if hasattr(torch.optim, name)
+}
+
+
+class StepOwner:
+    """Updates some parameters of an optimizer in the place of its own step."""
+
+    order: ClassVar[int]
+    """Its place among the owners of an optimizer: the host before rounding."""
+
+    def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
+        """Update its parameters with a gradient but for those with these ids; return the ids."""
+        raise NotImplementedError
+
+    def update_some(self, optimizer: Optimizer, params: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Update what it owns of these parameters, as in backward; return the others."""
+        return params
+
+    def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Run a step that calls the closure several times, as that of LBFGS."""
+        return step_without_hooks(optimizer, closure)
+
+    def allocate(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        """Add to the newly allocated state of a parameter."""
+
+    def before_zeros(self, optimizer: Optimizer) -> None:
+        """Get ready for zeros that are written into gradients."""
+
+
+@dataclass
+class _Steps:
+    owners: list[StepOwner] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    positions: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of parameters in groups, so that an update does not search all of them."""
+
+    # A copy of the optimizer, of those that copy all attributes, belongs to nobody.
+    def __reduce__(self) -> tuple[type["_Steps"], tuple[()]]:
+        return _Steps, ()
+
+
+def _steps_of(optimizer: Optimizer) -> _Steps:
+    steps: _Steps = vars(optimizer).setdefault(_STEPS, _Steps())
+    return steps
+
+
+def own_step(optimizer: Optimizer, owner: StepOwner) -> Callable[[], None]:
+    """Let a technique update some parameters of an optimizer; returns a function that ends it."""
+    steps = _steps_of(optimizer)
+    if not steps.owners:
+        steps.undo = [patch_method(optimizer, step), patch_method(optimizer, zero_grad)]
+    steps.owners = sorted([*steps.owners, owner], key=lambda each: each.order)
+
+    def undo() -> None:
+        steps.owners = [each for each in steps.owners if each is not owner]
+        if not steps.owners:
+            undo_all(steps.undo)
+        _forget(optimizer)
+
+    return undo
+
+
+def _forget(optimizer: Optimizer) -> None:
+    if not owners_of(optimizer):
+        vars(optimizer).pop(_STEPS, None)
+
+
+def owners_of(optimizer: Optimizer) -> list[StepOwner]:
+    """Return what updates parameters of an optimizer in the place of its own step."""
+    steps: _Steps | None = vars(optimizer).get(_STEPS)
+    return [] if steps is None else steps.owners
+
+
+def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
+    if not owners_of(self):  # after `undo`; a scheduler that wrapped the method may still call it
+        return previous_method(self, "step")(closure)
+    self._opt_called = True  # type: ignore[attr-defined] # for schedulers
+    return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
+
+
+# Without this mark, schedulers would wrap the method in a closure, which cannot be copied.
+step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+@Optimizer.profile_hook_step
+@torch.no_grad()
+def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    owners, loss = owners_of(self), None
+    if closure is not None and not updates_each_alone(self):
+        return owners[0].run_with(self, closure)
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    done: set[int] = set()
+    for owner in owners:
+        done |= owner.update(self, done)
+    params = [p for group in self.param_groups for p in group["params"]]
+    if any(p.grad is not None and id(p) not in done for p in params):
+        _step_others(self, [p for p in params if id(p) in done])
+    return loss
+
+
+def _step_others(optimizer: Optimizer, done: list[nn.Parameter]) -> None:
+    held = [(param, param.grad) for param in done]
+    for param in done:
+        param.grad = None
+    try:
+        step_without_hooks(optimizer)
+    finally:
+        for param, grad in held:
+            param.grad = grad
+
+
+def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """Reset gradients, which an update may still read; replaces ``Optimizer.zero_grad``."""
+    for owner in [] if set_to_none else owners_of(self):
+        owner.before_zeros(self)
+    previous_method(self, "zero_grad")(set_to_none)
+
+
+Hook = Callable[[Optimizer], None]
+
+
+def around_step(
+    optimizer: Optimizer, before: Hook, after: Hook | None = None
+) -> list[Callable[[], None]]:
+    """Call functions when the gradients of each step are complete, and after it."""
+
+    def pre_hook(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            before(optimizer)
+            return None
+        closure = functools.partial(_call_both, closure, functools.partial(before, optimizer))
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
+
+    undo = [optimizer.register_step_pre_hook(pre_hook).remove]
+    if after is not None:
+        post_hook = functools.partial(_call_with_optimizer, after)
+        undo.append(optimizer.register_step_post_hook(post_hook).remove)
+    return [*undo, functools.partial(_forget, optimizer)]
+
+
+def _call_both(closure: Callable[[], Any], function: Callable[[], None]) -> Any:
+    result = closure()
+    function()
+    return result
+
+
+def _call_with_optimizer(function: Hook, optimizer: Optimizer, *_: object) -> None:
+    function(optimizer)
+
+
+_num_updates = 0
+
+
+def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    """Update some parameters as ``optimizer.step()`` would, and no others."""
+    global _num_updates  # noqa: PLW0603 - asked by each operator that a prediction records
+    _num_updates += 1
+    try:
+        bring(optimizer, params)
+        for owner in owners_of(optimizer):
+            params = owner.update_some(optimizer, params)
+        if params:
+            plain_step(optimizer, params)
+    finally:
+        _num_updates -= 1
+
+
+def is_updating() -> bool:
+    """Return whether `step_parameters` runs."""
+    return _num_updates > 0
+
+
+def bring(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = None) -> None:
+    """Bring state that waits on the host; may be called again after it ran out of memory."""
+    waiting = vars(optimizer).get(WAITING_STATE)
+    if waiting is not None:
+        waiting.bring(optimizer, params)
+
+
+def initialize(optimizer: Any) -> None:
+    """Move all state of a bitsandbytes optimizer to its device, as its first step would."""
+    if getattr(optimizer, "initialized", True) is False and hasattr(optimizer, "to_gpu"):
+        optimizer.check_overrides()  # of all parameters, which an update in backward does not see
+        optimizer.to_gpu()
+        optimizer.initialized = True
+
+
+def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    """Update some parameters with the optimizer's own code, in one step."""
+    groups: dict[int, dict[str, Any]] = {}
+    for param in params:
+        group = group_of(optimizer, param)
+        groups.setdefault(id(group), {**group, "params": []})["params"].append(param)
+    run_step(optimizer, list(groups.values()))
+
+
+def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
+    """Find the group of a parameter."""
+    found = _find(optimizer, param)
+    if found is None:
+        raise KeyError("the optimizer has no such parameter")
+    return found
+
+
+def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
+    """Return whether a parameter is in one of the optimizer's groups."""
+    return _find(optimizer, param) is not None
+
+
+def run_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Run the optimizer's step for other groups than its own.
+
+    Step hooks and the step count of schedulers belong to steps of the whole optimizer and are
+    bypassed.
+    """
+    initialize(optimizer)
+    own_groups, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        step_without_hooks(optimizer)
+    finally:
+        optimizer.param_groups = own_groups
+
+
+def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
+    """Run a step of all parameters with a gradient, bypassing hooks and schedulers."""
+    step = type(optimizer).step
+    # torch wraps the step of each class, once, to call the hooks.
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    # The step of a subclass may call that of its base, which is wrapped as well.
+    hooks = {key: vars(optimizer).get(key, {}) for key in _HOOKS}
+    vars(optimizer).update({key: {} for key in _HOOKS})
+    try:
+        return step(optimizer, *closure)
+    finally:
+        vars(optimizer).update(hooks)
+
+
+def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
+    groups, steps = optimizer.param_groups, _steps_of(optimizer)
+    group_index, index = steps.positions.get(id(param), (len(groups), 0))
+    if group_index < len(groups):
+        found: dict[str, Any] = groups[group_index]
+        if index < len(found["params"]) and found["params"][index] is param:
+            return found
+    steps.positions = {
+        id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])
+    }
+    position = steps.positions.get(id(param))
+    return None if position is None else groups[position[0]]
+
+
+def updates_each_alone(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is known to update each parameter on its own."""
+    cls = type(optimizer)  # exact types: a subclass may couple parameters
+    return (
+        cls in _KNOWN
+        or is_low_bit(optimizer)
+        or cls.__module__.startswith("bitsandbytes.optim.")
+        or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
+    )
+
+
+def allocate_state(optimizer: Optimizer) -> None:
+    """Allocate the state of every parameter that has a gradient and no state yet; bring what waits.
+
+    Optimizers allocate it during the step, some parameter by parameter: if memory runs out, half of
+    the parameters would be updated, and the step could be neither finished nor repeated. Optimizers
+    of other packages are skipped, as their state is not known.
+    """
+    bring(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        stateless = [
+            p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)
+        ]
+        if not stateless:
+            continue
+        is_on_host = is_host(stateless[0].untyped_storage())
+        try:
+            with on_host() if is_on_host else contextlib.nullcontext():
+                _allocate(optimizer, index, group, stateless)
+                for owner in owners_of(optimizer):
+                    for param in stateless:
+                        owner.allocate(optimizer, param)
+        except BaseException:
+            # Optimizers would not complete a partial state.
+            for param in stateless:
+                optimizer.state.pop(param, None)
+            raise
+
+
+# torch makes the count of steps on the default device, which may be a GPU.
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Let tensors that optimizers make inside be on the host, and count as memory there."""
+    with host_copies(), torch.device("cpu"):
+        yield
+
+
+def _allocate(
+    optimizer: Optimizer,
+    index: int,
+    group: dict[str, Any],
+    stateless: list[torch.Tensor],
+) -> None:
+    if is_low_bit(optimizer):
+        _allocate_low_bit(optimizer, index, group)
+    elif type(optimizer) is torch.optim.SGD:
+        _allocate_momentum(optimizer, group, stateless)
+    elif type(optimizer) is torch.optim.Adafactor:
+        # Its state has the type of the gradient, which is float32 where weights are rounded.
+        if all(param.dtype is torch.float32 for param in stateless):
+            _initialize(optimizer, group)
+    elif type(optimizer).__module__.startswith("torch.optim."):
+        _initialize(optimizer, group)
+
+
+def _allocate_low_bit(optimizer: Any, index: int, group: dict[str, Any]) -> None:
+    for param_index, param in enumerate(group["params"]):
+        # Of a weight in two halves on the host, bitsandbytes would make a whole one.
+        has_memory = param.untyped_storage().nbytes() >= param.nbytes
+        if param.grad is not None and not optimizer.state[param] and has_memory:
+            optimizer.init_state(group, param, index, param_index)
+
+
+# torch starts with a copy of the gradient. Zeros give the same in the first step, unless there is
+# dampening.
+def _allocate_momentum(
+    optimizer: Optimizer, group: dict[str, Any], stateless: list[torch.Tensor]
+) -> None:
+    if group["momentum"] != 0 and group["dampening"] == 0:
+        for param in stateless:
+            if not param.grad.is_sparse:  # type: ignore[union-attr] # chosen for having one
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+# torch's optimizers call `_init_group` at the beginning of each step, with lists to fill.
+def _initialize(optimizer: Any, group: dict[str, Any]) -> None:
+    initialize = getattr(optimizer, "_init_group", None)
+    if initialize is None:
+        return
+    parameters = list(inspect.signature(initialize).parameters.values())[1:]
+    initialize(group, *([] for p in parameters if p.default is inspect.Parameter.empty))
+
+
+# Their fused kernels run on a CPU, too, where they are several times as fast.
+_FUSED_ON_CPU = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+
+
+def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Choose the fused kernels of the host, unless the user has chosen."""
+    is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
+    if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
+        group["fused"] = True
+
+
+@contextlib.contextmanager
+def scaling_on_host(optimizer: Optimizer) -> Iterator[None]:
+    """Let what a ``GradScaler`` gives to fused optimizers be on the host inside, once landed."""
+    own = vars(optimizer)
+    before = {
+        k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)
+    }
+    own.update({name: value.cpu() for name, value in before.items()})
+    if "found_inf" in before:  # a sum over devices, while kernels look for 1
+        own["found_inf"] = own["found_inf"].clamp(max=1.0)
+    try:
+        yield
+    finally:
+        own.update(before)
+
+
+def double_of(
+    optimizer: Optimizer,
+    param_groups: list[dict[str, Any]],
+    state: MutableMapping[torch.Tensor, Any],
+) -> Optimizer:
+    """Make an optimizer of the same kind, with the step of its class, for other parameters."""
+    double: Optimizer = object.__new__(type(optimizer))
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad", _STEPS)}
+    vars(double).update(own, param_groups=param_groups, state=state)
+    return double
