@@ -109,6 +109,27 @@ def circle(sources: Sources) -> list[str]:
     return []
 
 
+def between_techniques(sources: Sources) -> set[tuple[str, str]]:
+    """Imports of one technique's folder from another's; what they share is beside the folders."""
+    folders = {m.rpartition(".")[0] for m in sources if m.startswith("techniques.")} - {
+        "techniques"
+    }
+    return {
+        (module, other)
+        for module, others in graph_of(sources).items()
+        for other in others
+        if (own := module.rpartition(".")[0]) in folders
+        and (theirs := other.rpartition(".")[0]) in folders
+        and own != theirs
+    }
+
+
+def changes_steps(sources: Sources) -> set[str]:
+    """Files that replace the step of an optimizer or hook into it."""
+    pattern = re.compile(r"patch_method\([^)]*\b(step|zero_grad)\b|register_step_p")
+    return {module for module, text in sources.items() if pattern.search(text)}
+
+
 def imports_lightning(sources: Sources) -> set[str]:
     return {
         module
@@ -233,6 +254,23 @@ def test_no_files_import_each_other():
     assert circle({**two, "core.b": "from lightning_memsave.core.a import c"})
 
 
+def test_no_technique_imports_another():
+    assert between_techniques(SOURCES) == set()
+    two = {
+        "techniques.a.b": "from lightning_memsave.techniques.c import d",
+        "techniques.c.d": "",
+        "techniques.e": "",
+    }
+    assert between_techniques(two) == {("techniques.a.b", "techniques.c.d")}
+
+
+def test_one_file_owns_the_steps_of_optimizers():
+    # The former only looks on, to tell phases of a step apart.
+    assert changes_steps(SOURCES) == {"measure.live_tensors", "techniques.optimizer_step"}
+    assert changes_steps({"core.a": "patch_method(optimizer, step)"}) == {"core.a"}
+    assert changes_steps({"core.a": "optimizer.register_step_pre_hook(f)"}) == {"core.a"}
+
+
 def test_only_rooms_at_a_trainer_import_lightning():
     assert imports_lightning(SOURCES) == set()
     assert imports_lightning({"core.a": "def f():\n    import lightning.pytorch"}) == {"core.a"}
@@ -319,6 +357,7 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.run_plan": "_disable_current_modes _python_dispatch",
         "callbacks.run_prediction": "_disable_current_modes _python_dispatch",
         "targets.checkpoints": "_subclasses",
+        "techniques.deferred": "_pytree",
         "techniques.activation_checkpointing": "_pytree _C _are_functorch_transforms_active "
         "_autograd _top_saved_tensors_default_hooks _python_dispatch _disable_current_modes",
         "techniques.offloading.hooks_of_users": "_python_dispatch _pytree _schema",
@@ -369,7 +408,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.optimizer_in_backward.updates": "_execution_engine",
         "techniques.offloading.host_table": "_C _current_graph_task_id _execution_engine",
         "techniques.offloading.residence": "_C _current_graph_task_id _execution_engine",
-        "techniques.offloading.updates_in_backward": "_execution_engine",
+        "techniques.optimizer_in_backward.on_host": "_execution_engine",
         "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
         "prediction.recording": "_current_autograd_node _sequence_nr",
         "techniques.chunked_cross_entropy.kernel": "_autograd _top_saved_tensors_default_hooks",
@@ -380,7 +419,7 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.settings.micro_batches": "_BatchNorm",
         "prediction.fake.tensors": "_buffers _parameters",
         "techniques.activation_checkpointing.recompute": "_NormBase",
-        "techniques.low_bit_optimizer.state_precision": "_ConvNd",
+        "techniques.parameter_names": "_ConvNd",
         "techniques.low_precision_weights.technique": "_forward_pre_hooks",
         "techniques.offloading.host_table": "_parameters",
         "techniques.block_micro_batching.separability": "_BatchNorm",
@@ -401,10 +440,8 @@ FOREIGN_PRIVATE_NAMES = {
     },
     "the mark of schedulers, and the state before the first step": {
         "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_wrapped_by_lr_sched",
-        "techniques.low_precision_weights.rounded_updates": "_wrapped_by_lr_sched",
         "techniques.offloading.row_updates": "_wrapped_by_lr_sched",
-        "techniques.offloading.host_updates": "_wrapped_by_lr_sched",
-        "techniques.optimizer_tools": "_init_group",
+        "techniques.optimizer_step": "_init_group _wrapped_by_lr_sched",
     },
     "a `GradScaler` has no other place to wait for its scale": {
         "techniques.offloading.host_updates": "_unscale_grads_",

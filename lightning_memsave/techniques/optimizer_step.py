@@ -7,6 +7,7 @@ what nobody owns. Hooks, schedulers, a ``GradScaler`` and profilers see one step
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,6 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_memsave.core.memory import host_copies, is_host
 from lightning_memsave.core.patching import patch_method, previous_method
@@ -22,6 +27,7 @@ from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit
 
 OWN_STATE = (COMPENSATION, SEED) = ("compensation", "rounding_seed")
 """Keys of the state that rounded updates add to that of the optimizer."""
+_ROUNDED = "_memsave_is_rounded"
 WAITING_STATE = "memsave_waiting_state"
 """Attribute of optimizers whose state waits on the host: its ``bring`` lets it come."""
 
@@ -153,6 +159,19 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     previous_method(self, "zero_grad")(set_to_none)
 
 
+def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
+    """Mark (or unmark) a bfloat16 parameter as updated in float32, so that its state is float32."""
+    if is_rounded:
+        vars(param)[_ROUNDED] = True
+    else:
+        vars(param).pop(_ROUNDED, None)
+
+
+def is_marked_rounded(param: torch.Tensor) -> bool:
+    """Return whether a parameter was marked as updated in float32."""
+    return _ROUNDED in vars(param)
+
+
 Hook = Callable[[Optimizer], None]
 
 
@@ -178,6 +197,16 @@ def around_step(
     return [*undo, functools.partial(_forget, optimizer)]
 
 
+def around_all_steps(
+    before: Callable[..., None], after: Callable[..., None]
+) -> list[Callable[[], None]]:
+    """Call functions before and after each step of each optimizer of the process."""
+    return [
+        register_optimizer_step_pre_hook(before).remove,
+        register_optimizer_step_post_hook(after).remove,
+    ]
+
+
 def _call_both(closure: Callable[[], Any], function: Callable[[], None]) -> Any:
     result = closure()
     function()
@@ -186,6 +215,17 @@ def _call_both(closure: Callable[[], Any], function: Callable[[], None]) -> Any:
 
 def _call_with_optimizer(function: Hook, optimizer: Optimizer, *_: object) -> None:
     function(optimizer)
+
+
+ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+"""Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it."""
+
+
+def all_in_backward() -> list[tuple[Optimizer, Any]]:
+    """List the items of `ACTIVE_UPDATES`, safe against changes by other threads."""
+    optimizers = [ref() for ref in ACTIVE_UPDATES.keyrefs()]
+    pairs = [(o, ACTIVE_UPDATES.get(o)) for o in optimizers if o is not None]
+    return [(optimizer, updates) for optimizer, updates in pairs if updates is not None]
 
 
 _num_updates = 0

@@ -29,7 +29,7 @@ from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.callbacks.lit import PACKAGES, Vectors, loader, make_lit, make_trainer
 from tests.cases import WIDTH, make_model
 

@@ -19,11 +19,8 @@ from lightning_memsave.core.memory import HOST, category_in_context, is_host, ma
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import (
-    HostWeight,
-    set_host_weight,
-)
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.host_weight import HostWeight, set_host_weight
 from lightning_memsave.techniques.offloading import row_updates
 from lightning_memsave.techniques.offloading.host_table import HostTable
 from lightning_memsave.techniques.offloading.host_worker import HostWorker

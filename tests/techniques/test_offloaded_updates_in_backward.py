@@ -18,7 +18,7 @@ from lightning_memsave.techniques.offloading import residence
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import MODELS, Model, make_batch, make_model
 from tests.helpers import InAutocast
 from tests.techniques.in_backward import assert_same, assert_same_state

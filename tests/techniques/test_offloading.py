@@ -28,9 +28,9 @@ from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.module_hooks import leave_device
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.residences import leave_device
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast, adamw, gradients_of
 from tests.techniques.offloaded_loops import (

@@ -24,7 +24,7 @@ from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast
 from tests.techniques.offloaded_chain import Chain, Offloads, batch_of

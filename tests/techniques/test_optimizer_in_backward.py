@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import MODELS, make_batch, make_model
 from tests.techniques.in_backward import (
     WIDTH,

@@ -26,7 +26,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import (
     describe_updates,
     rounds_any,
 )
-from lightning_memsave.techniques.offloading.module_hooks import residence_of
+from lightning_memsave.techniques.residences import residence_of
 from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import (
     averages_weights,

@@ -21,10 +21,8 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import (
     describe_updates,
     norm_problem,
 )
-from lightning_memsave.techniques.optimizer_in_backward.updates import (
-    ACTIVE_UPDATES,
-    open_to_keep,
-)
+from lightning_memsave.techniques.optimizer_in_backward.updates import open_to_keep
+from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
 from lightning_memsave.trainer.precision import gradient_scaler
 from lightning_memsave.trainer.trainer import facts_of, is_compiled_whole, is_strategy

@@ -27,7 +27,7 @@ from lightning_memsave.techniques.activation_checkpointing.selective import (
     save_through_hooks,
     selective_contexts,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import computed
+from lightning_memsave.techniques.deferred import computed
 
 # By module: names of all its buffers, and of those that its forward changes. Not stored in the
 # module, so that copies and pickles of it are unaffected.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.memory import on_cuda
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import HostWeight
+from lightning_memsave.techniques.host_weight import HostWeight
 
 # N rows of D features, M of them in the loss; V classes; R rows per chunk.
 

@@ -19,8 +19,8 @@ from lightning_memsave.techniques.chunked_cross_entropy.products import (
     Part,
     Product,
     is_plain,
-    live_products,
 )
+from lightning_memsave.techniques.deferred import Deferred, live_products
 from lightning_memsave.units import format_bytes
 
 
@@ -75,7 +75,7 @@ _EXPOSING = frozenset(
 )
 
 
-class DeferredLogits(Tensor):
+class DeferredLogits(Deferred):
     """The output of a linear layer, or a view of it, that has not been computed.
 
     It has shape, type, device and autograd graph. Views and type conversions return deferred logits
@@ -109,6 +109,10 @@ class DeferredLogits(Tensor):
     def deferred_input(self) -> Tensor:
         """The input of the layer."""
         return self.part.product.operands.inputs[0]
+
+    def computed(self) -> Tensor:
+        """Return the materialized logits."""
+        return _ordinary(self)
 
     @classmethod
     def __torch_function__(
@@ -149,13 +153,6 @@ class DeferredLogits(Tensor):
 def defer(product: Product) -> Tensor:
     """Return deferred logits for a product; they keep its inputs and weights alive."""
     return _wrap(product.whole())
-
-
-def computed(values: Any) -> Any:
-    """Materialize deferred logits in any nesting of values; others are unchanged."""
-    if not any(isinstance(value, DeferredLogits) for value in tree_leaves(values)):
-        return values
-    return tree_map_only(DeferredLogits, _ordinary, values)
 
 
 class _Deferred(torch.autograd.Function):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_predicate, find_blocks
 from lightning_memsave.techniques.chunked_cross_entropy.call import Operands
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
+from lightning_memsave.techniques.host_weight import host_weight_of
 
 MIN_CLASSES = 1024
 """Layers with fewer outputs are not treated as heads by default: their logits are small."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Operands
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_linear
+from lightning_memsave.techniques.deferred import note_product
+from lightning_memsave.techniques.host_weight import host_linear
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,6 @@ def _state_of(tensor: Tensor) -> tuple[int, int]:
     return version, 0 if is_fake(tensor) else tensor.data_ptr()
 
 
-_LIVE: "weakref.WeakValueDictionary[int, Product]" = weakref.WeakValueDictionary()
-
-
-def live_products() -> "list[Product]":
-    """List all products that a tensor or a graph still holds, safe against other threads."""
-    return [product for ref in _LIVE.valuerefs() if (product := ref()) is not None]
-
-
 class Product:
     """The output of a linear layer that has not been computed."""
 
@@ -129,7 +122,7 @@ class Product:
         self.has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
         """Whether it is part of an autograd graph."""
         self._states = [_state_of(tensor) for tensor in self.tensors()]
-        _LIVE[id(self)] = self
+        note_product(self)
 
     def whole(self) -> "Part":
         """Return the part for the whole output."""

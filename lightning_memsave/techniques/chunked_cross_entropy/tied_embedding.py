@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.core.patching import previous_method
 from lightning_memsave.techniques.chunked_cross_entropy.heads import is_traced
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
+from lightning_memsave.techniques.host_weight import host_weight_of
 
 aten = torch.ops.aten
 # Autograd nodes of embeddings, by weight and weakly referenced.

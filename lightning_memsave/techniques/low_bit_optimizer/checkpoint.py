@@ -22,9 +22,9 @@ from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     check_type,
     flat_state,
 )
-from lightning_memsave.techniques.low_bit_optimizer.state_precision import matches
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_step import OWN_STATE
+from lightning_memsave.techniques.parameter_names import matches
 from lightning_memsave.units import format_bytes
 
 Width = Literal["8bit", "32bit"]

@@ -1,19 +1,17 @@
 """Choose the parameters that keep 32-bit optimizer state, and compute bytes of state."""
 
-import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, KIND_BY_TYPE, Kind
+from lightning_memsave.techniques.optimizer_step import is_marked_rounded
+from lightning_memsave.techniques.parameter_names import is_norm, matches
 
 _QMAP_BYTES = 256 * 4
-_ROUNDED = "_memsave_is_rounded"
-_OF_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, _ConvNd)
 
 
 def parameter_names(
@@ -29,11 +27,6 @@ def parameter_names(
             if name not in names.get(param, ()):
                 names[param] = (*names.get(param, ()), name)
     return names
-
-
-def matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    """Return whether any of the names matches any of the shell patterns."""
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def reasons_for_32bit(
@@ -116,14 +109,6 @@ def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     return num_bytes
 
 
-def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
-    """Mark (or unmark) a bfloat16 parameter as updated in float32, so that its state is float32."""
-    if is_rounded:
-        vars(param)[_ROUNDED] = True
-    else:
-        vars(param).pop(_ROUNDED, None)
-
-
 def low_bit_state_bytes(
     kind: Kind, trained: Sequence[torch.Tensor], in_8bit: Iterable[torch.Tensor]
 ) -> int:
@@ -140,13 +125,8 @@ def low_bit_state_bytes(
     return num_bytes
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a normalization layer, judged by its class name."""
-    return "Norm" in type(module).__name__ and not isinstance(module, _OF_MATRICES)
-
-
 def _state_width(param: torch.Tensor) -> int:
-    is_rounded = _ROUNDED in vars(param) and param.dtype is torch.bfloat16
+    is_rounded = is_marked_rounded(param) and param.dtype is torch.bfloat16
     return 4 if is_rounded else param.element_size()
 
 

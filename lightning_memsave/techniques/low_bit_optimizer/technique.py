@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
+from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
     build,
     find_obstacle,
@@ -22,7 +22,6 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     count_tensors,
     frozen_parameters,
     low_bit_state_bytes,
-    matches,
     parameter_names,
     reasons_for_32bit,
     torch_state_bytes,
@@ -37,6 +36,7 @@ from lightning_memsave.techniques.optimizer_kinds import (
     set_groups,
     wrapper_problems,
 )
+from lightning_memsave.techniques.parameter_names import matches, problems_of_patterns
 from lightning_memsave.units import format_bytes
 
 SAME = ("8bit", "paged_8bit")
@@ -94,22 +94,6 @@ def problems_of_kwargs(optimizer: str, kwargs: object) -> list[Problem]:
         if problem is not None:
             problems.append(Problem(f"`optimizer_kwargs[{key!r}]={value!r}`", *problem))
     return problems
-
-
-def problems_of_patterns(setting: str, patterns: object) -> list[Problem]:
-    """Check a setting of name patterns, such as ``keep_32bit``; return at most one problem."""
-    if isinstance(patterns, str):
-        return [
-            Problem(
-                f"`{setting}={patterns!r}`",
-                "it must be a tuple of name patterns",
-                f"Write `{setting}=({patterns!r},)`.",
-            )
-        ]
-    if isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns):
-        return []
-    fix = f'Write for example `{setting}=("*.lm_head.weight",)`.'
-    return [Problem(f"`{setting}={patterns!r}`", "it must be a tuple of name patterns", fix)]
 
 
 def _problem_of_value(kind: Kind, key: str, value: Any) -> tuple[str, str] | None:

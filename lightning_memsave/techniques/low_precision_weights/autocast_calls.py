@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memsave.techniques.offloading.module_hooks import residence_of
+from lightning_memsave.techniques.residences import residence_of
 
 
 class _Calls(threading.local):

@@ -26,13 +26,7 @@ from lightning_memsave.errors import (
     MemsaveWarning,
     Problem,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
-from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
-    is_norm,
-    mark_rounded,
-    matches,
-)
-from lightning_memsave.techniques.low_bit_optimizer.technique import problems_of_patterns
+from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.low_precision_weights.autocast_calls import compute_in_autocast
 from lightning_memsave.techniques.low_precision_weights.bf16_layers import (
     keep_in_bfloat16,
@@ -42,8 +36,10 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
     RoundedStep,
     install,
 )
-from lightning_memsave.techniques.offloading.module_hooks import residence_with
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
+from lightning_memsave.techniques.optimizer_step import mark_rounded
+from lightning_memsave.techniques.parameter_names import is_norm, matches, problems_of_patterns
+from lightning_memsave.techniques.residences import residence_with
 from lightning_memsave.units import format_bytes
 
 _RULES = ("norm", "vector", "pattern", "shared memory")

@@ -46,8 +46,8 @@ from lightning_memsave.techniques.micro_batching.training_state import (
     full_precision,
     key_of,
 )
-from lightning_memsave.techniques.offloading.module_hooks import leave_device
-from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
+from lightning_memsave.techniques.residences import leave_device
 
 ComputeLoss = Callable[[Any], Tensor | None]
 Whole = frozenset[Path]

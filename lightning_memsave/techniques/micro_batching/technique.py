@@ -14,10 +14,7 @@ from lightning_memsave.techniques.micro_batching.loop_proof import LoopProof
 from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
-from lightning_memsave.techniques.optimizer_in_backward.updates import (
-    GradientUpdates,
-    all_in_backward,
-)
+from lightning_memsave.techniques.optimizer_step import all_in_backward
 
 Step: TypeAlias = Callable[[Any], Tensor]
 """Function of a batch that returns its loss, a mean over samples or tokens."""
@@ -219,7 +216,7 @@ def _accumulating(module: nn.Module | None) -> Iterator[None]:
 
 
 # Another model of the same process may be trained at the same time.
-def _updates_of(module: nn.Module | None) -> list[GradientUpdates]:
+def _updates_of(module: nn.Module | None) -> list[Any]:
     if module is None:
         return [updates for _, updates in all_in_backward()]
     own = {id(param) for param in module.parameters()}

@@ -33,7 +33,7 @@ from lightning_memsave.core.saved_state import (
     write_back,
 )
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
-from lightning_memsave.techniques.offloading.module_hooks import leave_device
+from lightning_memsave.techniques.residences import leave_device
 
 _MAX_STATE_BYTES = 2**20  # larger tensors in attributes of modules are assumed to be data
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memsave.core.memory import category_in_context, is_host
 from lightning_memsave.core.patching import patch_method, previous_method
-from lightning_memsave.techniques.offloading.module_hooks import residence_of
+from lightning_memsave.techniques.residences import residence_of
 
 
 class OnDevice(TorchDispatchMode):

@@ -10,16 +10,12 @@ from lightning_memsave.core.memory import host_copies, is_fake, mark_as, mark_as
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy import technique, tied_embedding
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import (
-    HostWeight,
-    host_weight_of,
-    set_host_weight,
-)
+from lightning_memsave.techniques.host_weight import HostWeight, host_weight_of, set_host_weight
 from lightning_memsave.techniques.offloading.copies import Copies, copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.module_hooks import residence_of
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
+from lightning_memsave.techniques.residences import residence_of
 
 aten: Any = torch.ops.aten
 _LEFT_OUT = 'leave out `"embeddings"`'

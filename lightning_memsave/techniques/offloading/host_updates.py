@@ -50,7 +50,7 @@ class HostUpdates(StepOwner):
         """Own the optimizer's step."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
-        self._residence.updated_by_parts.add(optimizer)
+        self._residence.updated_by_parts[optimizer] = self
         self._mark_state()
         hooks = [
             optimizer.register_state_dict_pre_hook(self._wait),
@@ -139,7 +139,7 @@ class HostUpdates(StepOwner):
         try:
             self._residence.finish()
         finally:
-            self._residence.updated_by_parts.discard(optimizer)
+            self._residence.updated_by_parts.pop(optimizer, None)
 
     def _wait(self, *_: object) -> None:
         self._residence.finish()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
-from lightning_memsave.techniques.offloading.module_hooks import residence_of
+from lightning_memsave.techniques.host_weight import host_weight_of
+from lightning_memsave.techniques.residences import residence_of
 
 _MODULES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _PLAIN: dict[type, Any] = {}  # properties by class, while a module of it is offloaded
@@ -46,7 +46,7 @@ def _device(self: nn.Module) -> torch.device:
     if self in _MODULES:
         residence = residence_of(self)
         if residence is not None:
-            return residence.device
+            return torch.device(residence.device)
         for param in self.parameters():
             if host_weight_of(param) is None:
                 return param.device

@@ -1,8 +1,6 @@
 """Hooks of modules whose parameters are offloaded."""
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.techniques.offloading.residence import Residence
-
-# By module, so that copies of a module do not move the parameters of the original.
-_RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
+from lightning_memsave.techniques.residences import residence_of, set_residence
 
 
 def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
@@ -23,9 +19,8 @@ def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]
     blocks = [module for module in model.modules() if residence.is_block(module)]
     inside = {id(m) for block in blocks for m in block.modules()}
     for module in model.modules():
-        _RESIDENCES[module] = residence
         undo += [
-            functools.partial(_forget, module),
+            set_residence(module, residence),
             module.register_state_dict_pre_hook(_wait).remove,
             module.register_load_state_dict_pre_hook(_wait).remove,
         ]
@@ -42,37 +37,15 @@ def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]
     return [*undo, patch_method(model, _apply)]
 
 
-def _forget(module: nn.Module) -> None:
-    _RESIDENCES.pop(module, None)
-
-
-def residence_of(module: nn.Module) -> Residence | None:
-    """Return what moves the parameters of a module; ``None`` if they are not offloaded."""
-    return _RESIDENCES.get(module)
-
-
-def leave_device(module: nn.Module) -> None:
-    """Let offloaded weights and gradients be on the host, as after a pass that has failed."""
-    residence = _RESIDENCES.get(module)
-    if residence is not None:
-        residence.end_pass()
-
-
-def residence_with(param: Tensor) -> Residence | None:
-    """Return what moves a parameter; ``None`` if it is not offloaded."""
-    found = {*_RESIDENCES.values()}
-    return next((each for each in found if each.part_of(param) is not None), None)
-
-
 # Module-level functions, which copies of a module share without moving the original's parameters.
 def _wait(module: nn.Module, *_: object) -> None:
-    residence = _RESIDENCES.get(module)
+    residence = residence_of(module)
     if residence is not None:
         residence.wait()
 
 
 def _before_block(module: nn.Module, _: object) -> None:
-    residence = _RESIDENCES.get(module)
+    residence = residence_of(module)
     if residence is not None:
         with _outside_of_transforms():
             residence.enter_block(module)
@@ -80,21 +53,21 @@ def _before_block(module: nn.Module, _: object) -> None:
 
 # In a transform of `torch.func` the weights stay on the device: it runs a backward pass of its own.
 def _after_block(module: nn.Module, _: object, output: Any) -> Any:
-    residence = _RESIDENCES.get(module)
+    residence = residence_of(module)
     if residence is None or _is_in_transform():
         return output
     return residence.leave_block(module, output)
 
 
 def _before_module(module: nn.Module, _: object) -> None:
-    residence = _RESIDENCES.get(module)
+    residence = residence_of(module)
     if residence is not None:
         with _outside_of_transforms():
             residence.begin()
 
 
 def _after_module(module: nn.Module, *_: object) -> None:
-    residence = _RESIDENCES.get(module)
+    residence = residence_of(module)
     if residence is not None:
         with _outside_of_transforms():
             residence.end()
@@ -116,7 +89,7 @@ def _outside_of_transforms() -> Iterator[None]:
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """Convert what is not offloaded, and note the device; replaces ``Module._apply``."""
-    residence = _RESIDENCES.get(self)
+    residence = residence_of(self)
     if residence is None:
         return previous_method(self, "_apply")(fn, recurse)
     residence.finish()

@@ -9,20 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import computed
-from lightning_memsave.techniques.chunked_cross_entropy.products import live_products
+from lightning_memsave.techniques.deferred import computed, live_products
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.optimizer_step import around_all_steps
 
 _NO_TASK = -1
 
@@ -51,8 +47,10 @@ class Residence:
         self.is_watched = False
         """Whether code between two steps may read or change weights, in ways that torch does not
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
-        self.updated_by_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers whose updates note themselves what they change."""
+        self.updated_by_parts: weakref.WeakKeyDictionary[Optimizer, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Optimizers whose updates note themselves what they change, and these updates."""
         self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
         """What updates parameters as soon as their gradients are complete."""
         self.memory = memory
@@ -185,10 +183,7 @@ class Residence:
             for part in set() if residence is None else residence._changed_by(optimizer):
                 part.note_change()
 
-        return [
-            register_optimizer_step_pre_hook(before).remove,
-            register_optimizer_step_post_hook(after).remove,
-        ]
+        return around_all_steps(before, after)
 
     def _changed_by(self, optimizer: Optimizer) -> set[Part]:
         if optimizer in self.updated_by_parts:

@@ -15,7 +15,7 @@ from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
+from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
@@ -28,15 +28,12 @@ from lightning_memsave.techniques.offloading.host_updates import (
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.model_device import tell_device
-from lightning_memsave.techniques.offloading.module_hooks import (
-    move_with,
-    residence_of,
-    residence_with,
-)
+from lightning_memsave.techniques.offloading.module_hooks import move_with
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.row_updates import RowUpdates
-from lightning_memsave.techniques.optimizer_in_backward.updates import all_in_backward
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
+from lightning_memsave.techniques.optimizer_step import all_in_backward
+from lightning_memsave.techniques.residences import residence_of, residence_with
 from lightning_memsave.units import format_bytes
 
 KINDS = ("optimizer", "parameters", "activations", "embeddings")

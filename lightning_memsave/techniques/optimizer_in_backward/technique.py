@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,16 @@ from torch.optim import Optimizer
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.offloading.module_hooks import residence_with
-from lightning_memsave.techniques.offloading.residence import Residence
-from lightning_memsave.techniques.offloading.updates_in_backward import UpdatesInBackward
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
-from lightning_memsave.techniques.optimizer_in_backward.updates import (
-    ACTIVE_UPDATES,
-    GradientUpdates,
-    all_in_backward,
-)
+from lightning_memsave.techniques.optimizer_in_backward.on_host import UpdatesInBackward
+from lightning_memsave.techniques.optimizer_in_backward.updates import GradientUpdates
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit, wrapper_problems
-from lightning_memsave.techniques.optimizer_step import updates_each_alone
+from lightning_memsave.techniques.optimizer_step import (
+    ACTIVE_UPDATES,
+    all_in_backward,
+    updates_each_alone,
+)
+from lightning_memsave.techniques.residences import residence_with
 from lightning_memsave.units import format_bytes
 
 
@@ -288,7 +287,7 @@ def norm_problem(what: str) -> Problem:
     )
 
 
-def _residence_of(optimizer: Optimizer) -> Residence | None:
+def _residence_of(optimizer: Optimizer) -> Any:
     found = (residence_with(param) for param in _trained(optimizer))
     return next((each for each in found if each is not None), None)
 

@@ -17,6 +17,7 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
     dense_bytes,
 )
 from lightning_memsave.techniques.optimizer_step import (
+    ACTIVE_UPDATES,
     around_step,
     owners_of,
     owns,
@@ -26,24 +27,12 @@ from lightning_memsave.techniques.optimizer_step import (
 _GROUP_BYTES, _NUM_GROUPS = 2**25, 16
 _SMALL_BYTES = 2**16
 
-ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = (
-    weakref.WeakKeyDictionary()
-)
-"""Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it."""
-
 
 def open_to_keep(optimizers: Iterable[Optimizer]) -> list[HeldGradients]:
     """Find the gradients that are held for these optimizers and may stay on the device."""
     found = [ACTIVE_UPDATES.get(optimizer) for optimizer in optimizers]
     held = [updates.held for updates in found if updates is not None]
     return [each for each in held if each is not None and each.kept_bytes is None]
-
-
-def all_in_backward() -> list[tuple[Optimizer, "GradientUpdates"]]:
-    """List the items of `ACTIVE_UPDATES`, safe against changes by other threads."""
-    optimizers = [ref() for ref in ACTIVE_UPDATES.keyrefs()]
-    pairs = [(o, ACTIVE_UPDATES.get(o)) for o in optimizers if o is not None]
-    return [(optimizer, updates) for optimizer, updates in pairs if updates is not None]
 
 
 _ADVICE = (

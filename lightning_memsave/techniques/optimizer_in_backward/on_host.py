@@ -4,20 +4,20 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
-from lightning_memsave.techniques.offloading.host_updates import Clip, host_updates_of
-from lightning_memsave.techniques.offloading.part import Part
-from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.optimizer_in_backward.updates import GradientUpdates
 from lightning_memsave.techniques.optimizer_step import owns
 
+Clip = Callable[[list[nn.Parameter]], None]
+Part: TypeAlias = Any
+Residence: TypeAlias = Any  # of `offloading`
 _NUM_SLABS = 2
 _ALIGNMENT_BYTES = 64
 
@@ -102,7 +102,7 @@ class UpdatesInBackward(GradientUpdates):
         assert optimizer is not None, "it owns the parameter"
         assert residence is not None, "its hook runs"
         assert grad is not None, "hooks run when there is a gradient"
-        if host_updates_of(optimizer) is None:
+        if optimizer not in residence.updated_by_parts:
             raise IncompatibleError("optimizer_in_backward", [_not_in_background(optimizer)])
         with self._lock:
             self._mark_as_taken(optimizer, param)
@@ -142,8 +142,8 @@ class UpdatesInBackward(GradientUpdates):
     def _submit(self) -> None:
         with self._lock:
             opened, self._open = self._open, None
-            optimizer = self._optimizer()
-            updates = None if optimizer is None else host_updates_of(optimizer)
+            optimizer, residence = self._optimizer(), self._residence()
+            updates = None if residence is None else residence.updated_by_parts.get(optimizer)
             if opened is not None and updates is not None:
                 self.has_updated = True
                 clip = self._clip if self._clips else None
