@@ -1,5 +1,6 @@
 """Update offloaded parameters on the host, beside the computation of the next step."""
 
+import contextlib
 import functools
 import weakref
 from collections import defaultdict
@@ -22,10 +23,10 @@ from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
 )
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
-from lightning_memsave.techniques.offloading.row_updates import tables_apart, wait_for_tables
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     group_of,
     plain_step,
+    step_parameters,
     step_without_hooks,
 )
 from lightning_memsave.techniques.optimizer_tools import (
@@ -63,8 +64,8 @@ class HostUpdates:
         return [
             functools.partial(self._stop, optimizer),
             *(hook.remove for hook in hooks),
-            patch_method(optimizer, step),
-            patch_method(optimizer, zero_grad),
+            # Around a rounded step of parameters on the device.
+            *(patch_method(optimizer, new, is_outer=True) for new in (step, zero_grad)),
         ]
 
     def run(self, optimizer: Optimizer) -> None:
@@ -73,7 +74,7 @@ class HostUpdates:
         has_gradients = any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
         if has_gradients:  # otherwise all are updated in backward
             self._residence.finish()
-            with scaling_on_host(optimizer), tables_apart(optimizer):
+            with scaling_on_host(optimizer):
                 self._run(optimizer)
         if self._residence.is_watched:
             self._residence.wait()
@@ -103,7 +104,8 @@ class HostUpdates:
         params = [param for param in params if param.grad is not None]
         if not updates_each_alone(optimizer):
             self._residence.wait()
-            with on_host():
+            are_here = all(self._residence.part_of(param) is not None for param in params)
+            with on_host() if are_here else contextlib.nullcontext():
                 step_without_hooks(optimizer)
             self._mark_state()
             return
@@ -112,9 +114,9 @@ class HostUpdates:
             if param.grad is not None:
                 gradients[self._residence.part_of(param)][param] = param.grad
         if None in gradients:
-            plain_step(optimizer, [*gradients[None]])
+            step_parameters(optimizer, [*gradients[None]])
         self._mark_state()  # of what micro-batches have allocated
-        for part in self._residence.parts:
+        for part in self._residence.all_parts:
             if part in gradients:
                 self.submit(part, gradients[part])
 
@@ -272,7 +274,7 @@ def _mark(state: Any) -> None:
 def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
     if self not in _UPDATES:
-        return previous_method(self, "step")(closure)
+        return previous_method(self, "step", is_outer=True)(closure)
     self._opt_called = True  # type: ignore[attr-defined] # for schedulers
     return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
 
@@ -299,5 +301,4 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     updates = _UPDATES.get(self)
     if updates is not None and not set_to_none:
         updates._wait()
-        wait_for_tables(self)
-    previous_method(self, "zero_grad")(set_to_none)
+    previous_method(self, "zero_grad", is_outer=True)(set_to_none)
