@@ -352,7 +352,6 @@ FOREIGN_PRIVATE_NAMES = {
         "_dispatch_get_registrations_for_dispatch_key _dispatch_has_kernel_for_dispatch_key "
         "_dispatch_keyset_full_after _destroy _autograd _get_sequence_nr",
         "measure.live_tensors": "_C _python_dispatch",
-        "techniques.offloading.row_gradient": "_make_wrapper_subclass _pytree _schema _to_copy",
         "callbacks.oom_remedies": "_disable_current_modes _python_dispatch",
         "callbacks.run_plan": "_disable_current_modes _python_dispatch",
         "callbacks.run_prediction": "_disable_current_modes _python_dispatch",
@@ -378,8 +377,6 @@ FOREIGN_PRIVATE_NAMES = {
         "_local_scalar_dense _pack_padded_sequence _unique2 _foreach_utils "
         "_foreach_supported_types",
         "techniques.offloading.copies": "_foreach_copy_",
-        "techniques.offloading.row_gradient": "_amp_foreach_non_finite_check_and_unscale_ "
-        "_foreach_div_ _foreach_mul_ _foreach_norm _foreach_zero_",
         "techniques.optimizer_in_backward.held_gradients": "_foreach_utils _foreach_norm "
         "_foreach_mul_ _has_foreach_support",
     },
@@ -399,6 +396,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.offloading.flat_memory": "_cdata _C _storage_Use_Count",
         "techniques.offloading.stashes": "_cdata _version",
         "techniques.offloading.part": "_version",
+        "techniques.offloading.residence": "_indices _values",
         "techniques.offloading.technique": "_cdata",
     },
     "hooks of a tensor are only known to itself": {
@@ -406,7 +404,7 @@ FOREIGN_PRIVATE_NAMES = {
     },
     "which backward pass runs, and what it will still come to": {
         "techniques.optimizer_in_backward.updates": "_execution_engine",
-        "techniques.offloading.host_table": "_C _current_graph_task_id _execution_engine",
+        "techniques.offloading.host_table": "_C _current_graph_task_id _will_engine_execute_node",
         "techniques.offloading.residence": "_C _current_graph_task_id _execution_engine",
         "techniques.optimizer_in_backward.on_host": "_execution_engine",
         "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
@@ -440,7 +438,6 @@ FOREIGN_PRIVATE_NAMES = {
     },
     "the mark of schedulers, and the state before the first step": {
         "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_wrapped_by_lr_sched",
-        "techniques.offloading.row_updates": "_wrapped_by_lr_sched",
         "techniques.optimizer_step": "_init_group _wrapped_by_lr_sched",
     },
     "a `GradScaler` has no other place to wait for its scale": {

@@ -63,7 +63,7 @@ def summed_in_place(
         return None
     entry = entries.get(key)
     # Additions inside the formula of a node allocate new memory.
-    if entry is None or entry.category != "temporary" or entry.node == current_node():
+    if entry is None or entry.category not in ("temporary", HOST) or entry.node == current_node():
         return None
     return entry
 

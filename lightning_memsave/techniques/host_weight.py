@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_memsave.core.patching import is_patched_with
+
 
 class HostWeight(ABC):
     """A weight (V, D) on the host."""
@@ -26,6 +28,21 @@ class HostWeight(ABC):
     @abstractmethod
     def add_gradient(self, place: slice, gradient: Tensor) -> None:
         """Add the gradient of a tile to that of the weight; call it in backward."""
+
+
+_ASKING: list[Callable[..., Any]] = []
+"""Replacements of ``forward`` that ask for host weights themselves."""
+
+
+def asks_for_host_weights(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Note that a replacement of ``forward`` asks for host weights itself."""
+    _ASKING.append(function)
+    return function
+
+
+def is_asking(module: nn.Module) -> bool:
+    """Return whether the ``forward`` of a module asks for host weights itself."""
+    return any(is_patched_with(module, function) for function in _ASKING)
 
 
 _HOST_WEIGHTS: Any = WeakIdKeyDictionary()

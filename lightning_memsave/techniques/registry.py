@@ -107,8 +107,7 @@ state, and updates are made in float32."""
 _SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
     {"low_precision_weights": "split"},
     {"optimizer_in_backward": True},
-    # Updates of single rows of a table are known for whole state only.
-    {"optimizer": "8bit", "force_8bit": ("*",), "offload": "parameters+activations"},
+    {"optimizer": "8bit", "force_8bit": ("*",)},
 )
 """What makes that smaller, one after the other, from fast to small."""
 FINAL = ("optimizer_in_backward",)  # not beside clipping of norms

@@ -105,7 +105,6 @@ class TestBitwise:
         assert rows_of(saving)["offload"].status == "on"
 
     def test_embeddings(self):
-        """Updates of rows round in another way, and only those."""
         lit = make_lit(model="classifier")
         callback = only(
             offload=Offloading("parameters+embeddings", min_table_bytes=2**12),
@@ -113,10 +112,10 @@ class TestBitwise:
         )
         plain = fit(lit, max_epochs=2, gradient_clip_val=0.5)
         saving = fit(lit, callback, max_epochs=2, gradient_clip_val=0.5)
-        assert saving[0] == pytest.approx(plain[0], rel=1e-4)
+        assert_same(plain, saving)
         row = rows_of(callback)["offload"]
         assert "1 embeddings on the host: 64.00 KiB" in row.details
-        assert row.exactness == "approximate"
+        assert row.exactness == "bitwise"
 
     @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
     @pytest.mark.parametrize("in_backward", [None, True])
@@ -133,21 +132,45 @@ class TestBitwise:
         rows = rows_of(callback)
         assert (rows["offload"].status, rows["low_precision_weights"].status) == ("on", "on")
 
-    def test_embeddings_are_predicted(self):
-        """Which rows these are depends on floats here: it counts as many as can be."""
+    @pytest.mark.parametrize("in_backward", [None, True])
+    def test_embeddings_are_predicted(self, in_backward):
+        """On the device as exactly as without, and what there is less of it is on the host."""
         lit = make_lit(model="classifier")
-        callback = only(
-            offload=Offloading("embeddings", min_table_bytes=2**12), monitor=True, predict=60
-        )
-        fit(lit, callback)
-        assert callback.prediction is not None
-        peak = peak_of(callback)
-        assert peak <= callback.prediction.peak_bytes <= peak + 2 * 64 * 64 * 4
 
-    def test_averages_of_embeddings_are_refused(self, package):
-        average = package.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
-        with pytest.raises(IncompatibleError, match="reads all rows of a table"):
-            fit(make_lit(package), average, only(offload="embeddings"), package=package)
+        class Fused(type(lit)):  # type: ignore[misc]
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+        lit.__class__ = Fused
+        differences, peaks = [], []
+        for offload in (None, Offloading("embeddings", min_table_bytes=2**12)):
+            callback = only(
+                offload=offload, optimizer_in_backward=in_backward, monitor=True, predict=60
+            )
+            fit(lit, callback)
+            assert callback.prediction is not None
+            peaks.append(peak_of(callback))
+            differences.append(callback.prediction.peak_bytes - peaks[-1])
+        assert differences[0] == differences[1]
+        assert callback.monitor is not None
+        assert callback.monitor.summary is not None
+        table = lit.model.embedding.weight.nbytes
+        assert peaks[0] - peaks[1] >= 3 * table
+        held = callback.monitor.summary.host_bytes
+        assert held == 4 * table + 4  # and the number of steps
+        # The ids of a batch, and the gradient of their rows.
+        ids_and_rows = 4 * 8 * (8 + 4 * 64)
+        assert callback.prediction.peak.host_bytes == held + ids_and_rows
+
+    def test_averages_of_embeddings(self, package):
+        """It reads all rows in each step."""
+        lit, found = make_lit(package, model="classifier"), []
+        for offload in (None, Offloading("embeddings", min_table_bytes=2**12)):
+            average = package.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+            callback = only(offload=offload)
+            found.append(fit(lit, average, callback, package=package, max_epochs=3))
+        assert_same(*found)
+        assert any("StochasticWeightAveraging" in d for d in rows_of(callback)["offload"].details)
 
     def test_micro_batches_are_added_up_on_the_host(self):
         lit = make_lit()
@@ -715,22 +738,14 @@ class TestStack:
         assert rows["offload"].value == "'parameters+activations+embeddings'"
         assert "optimizer" not in rows
 
-    @pytest.mark.parametrize(
-        ("settings", "average", "reason"),
-        [
-            ({}, True, "`StochasticWeightAveraging`: it reads all rows"),
-            ({"exactness": "bitwise"}, False, "`exactness='bitwise'` does not allow"),
-        ],
-    )
-    def test_leaves_tables_on_the_device(self, settings, average, reason):
-        callback = MemSaveCallback(stack="offload", predict=False, report=False, **settings)
-        others = [LIGHTNING.callbacks.StochasticWeightAveraging(1e-2)] if average else []
-        make_trainer(LIGHTNING, callback, *others, max_epochs=1).fit(make_lit())
+    def test_is_bitwise_on_a_cpu(self):
+        callback = MemSaveCallback(
+            stack="offload", exactness="bitwise", predict=False, report=False
+        )
+        make_trainer(LIGHTNING, callback, max_epochs=1).fit(make_lit())
         row = rows_of(callback)["offload"]
-        assert row.status == "on"
-        assert reason in row.details[-2]
-        assert row.exactness == "bitwise"
-        assert not any("no embedding" in detail for detail in row.details)
+        assert (row.status, row.exactness) == ("on", "bitwise")
+        assert any("no embedding" in detail for detail in row.details)
 
     @pytest.mark.parametrize(
         ("num_bytes", "settings"),
@@ -785,17 +800,8 @@ class TestStack:
         least = int(str(caught.value).split("host_budget=")[1].split("`")[0])
         fit(lit, MemSaveCallback(offload="optimizer", host_budget=least, **how))
 
-    def test_a_second_fit_is_not_told_by_the_first(self):
-        callback = MemSaveCallback(stack="offload", predict=False, report=False)
-        average = LIGHTNING.callbacks.StochasticWeightAveraging(1e-2)
-        for others in ([average], []):
-            make_trainer(LIGHTNING, callback, *others, max_epochs=1).fit(make_lit())
-        row = rows_of(callback)["offload"]
-        assert row.exactness == "approximate"
-        assert any("no embedding" in detail for detail in row.details)
-
     def test_leaves_a_table_on_the_device_that_a_head_computes_with(self):
-        """It has the 64 MiB from which on tables go to the host."""
+        """It has the 64 MiB from which on tables go to the host; a second fit has none."""
 
         class Tied(nn.Module):
             def __init__(self) -> None:
@@ -816,9 +822,12 @@ class TestStack:
         row = rows_of(callback)["offload"]
         assert row.status == "on"
         assert "its output is computed with the whole table" in row.details[-2]
+        assert not any("no embedding" in detail for detail in row.details)
+        make_trainer(LIGHTNING, callback, max_epochs=1).fit(make_lit())
+        assert any("no embedding" in detail for detail in rows_of(callback)["offload"].details)
 
 
-def test_tables_alone_turn_off_the_8bit_optimizer_only():
+def test_tables_alone_turn_off_nothing():
     tables = Offloading("embeddings", min_table_bytes=4)
     callback = only(stack="single_gpu", offload=tables)
     lit = make_lit(model=nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)))
@@ -828,18 +837,38 @@ def test_tables_alone_turn_off_the_8bit_optimizer_only():
     trainer = make_trainer(LIGHTNING, callback, max_steps=2, limit_val_batches=0)
     trainer.fit(lit, loader())
     rows = rows_of(callback)
-    for name in ("offload", "optimizer_in_backward", "low_precision_weights"):
+    for name in ("offload", "optimizer", "optimizer_in_backward", "low_precision_weights"):
         assert rows[name].status == "on"
     assert rows["low_precision_weights"].value == "'stochastic'"
-    assert rows["optimizer"].status == "off"
-    why = "`AdamW` of an embedding on the host: only torch's own optimizers update rows of it"
-    assert rows["optimizer"].details[0] == why
 
 
-def test_an_8bit_optimizer_that_is_asked_for_is_refused_beside_tables():
-    callback = only(offload=Offloading("embeddings", min_table_bytes=4), optimizer="8bit")
-    with pytest.raises(IncompatibleError, match=r"rows of it\. Set `optimizer=None`"):
-        fit(make_lit(model="classifier"), callback)
+@pytest.mark.parametrize("force_8bit", [(), ("*",)])
+def test_tables_with_an_8bit_optimizer_have_the_same_bits(force_8bit):
+    found = []
+    for offload in (None, Offloading("embeddings", min_table_bytes=4)):
+        callback = only(offload=offload, optimizer="8bit", force_8bit=force_8bit)
+        found.append(fit(make_lit(model="classifier"), callback, max_epochs=2))
+        assert rows_of(callback)["optimizer"].status == "on"
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize("in_backward", [None, True])
+def test_tables_of_a_stack_of_one_gpu(in_backward, clip):
+    """Each runs, or is refused in words; a stack keeps what goes together."""
+    tables = Offloading("embeddings", min_table_bytes=4)
+    how: dict[str, Any] = {"optimizer_in_backward": True} if in_backward else {}
+    callback = MemSaveCallback(
+        stack="single_gpu", offload=tables, predict=False, report=False, **how
+    )
+    if in_backward and clip:
+        with pytest.raises(IncompatibleError, match="the norm of all gradients is known only"):
+            fit(make_lit(model="classifier"), callback, **clip)
+        return
+    fit(make_lit(model="classifier"), callback, **clip)
+    rows = rows_of(callback)
+    assert rows["offload"].status == "on"
+    assert rows["optimizer_in_backward"].status == ("off" if clip else "on")
 
 
 @pytest.mark.gpu

@@ -844,8 +844,7 @@ class TestEmbeddings:
         handle.undo()
         assert not any(map(is_on_host, model.parameters()))
 
-    def test_rows_alone(self):
-        """Of a table without a tied head, a step moves the rows of its batch."""
+    def test_a_table_alone_has_the_same_bits(self):
         runs = []
         for is_saving in (False, True):
             model = make_model("classifier").train()
@@ -861,16 +860,14 @@ class TestEmbeddings:
                 optimizer.zero_grad()
             if is_saving:
                 handle.wait()
-            # Not `state_dict`, which brings them up to date.
+            # Not `state_dict`, which waits.
             runs.append({k: v.detach().clone() for k, v in model.named_parameters()})
-        for key, value in runs[0].items():
-            assert torch.allclose(value, runs[1][key], rtol=1e-5, atol=1e-7), key
+        assert_equal(*runs)
         handle.undo()
 
     @pytest.mark.parametrize("is_rounded_first", [True, False])
     @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
     def test_beside_rounded_updates(self, rounding, is_rounded_first):
-        """Bit for bit, but for rows that no step uses."""
         runs = []
         for is_saving in (False, True):
             model = make_model("classifier").train()
@@ -895,11 +892,7 @@ class TestEmbeddings:
             for handle in [*started, *reversed(applied)]:
                 handle.undo()
             assert not {"step", "zero_grad"} & vars(optimizer).keys()
-        table, expected = (run.pop("embedding.weight") for run in runs)
         assert_equal(*runs)
-        used = make_batch(0).argsort(-1)[:, :8].unique()
-        assert torch.equal(table[used], expected[used])
-        assert torch.allclose(table, expected, rtol=1e-5, atol=1e-7)
 
     @pytest.mark.parametrize("name", ["classifier", "tied"])
     def test_a_failed_backward_pass_leaves_nothing(self, name):

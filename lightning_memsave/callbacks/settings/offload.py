@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_memsave.callbacks.settings.modules import ModuleSetting
@@ -12,7 +11,6 @@ from lightning_memsave.callbacks.settings.values import (
     as_given,
     exactness_limit,
     is_asked,
-    why_beyond,
 )
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Exactness, Handle, Row, Technique
@@ -49,11 +47,10 @@ class OffloadSetting(ModuleSetting):
     name = Offloading.argument
     technique: Offloading | None
     _handle: OffloadingHandle | None
-    _beyond = _read_by = _why_no_tables = ""
+    _why_no_tables = ""
     why_form = ""
     """Why what is on the host is in another form than the fastest."""
     _limit = Exactness.APPROXIMATE
-    _used: Offloading
 
     @classmethod
     def read(cls, arguments: Arguments) -> "OffloadSetting":
@@ -81,18 +78,14 @@ class OffloadSetting(ModuleSetting):
             )
         setting = cls(name, technique, repr(technique.what), own)
         setting._limit = exactness_limit(arguments)
-        setting._beyond = why = why_beyond(arguments, name, technique.exactness)
-        return (
-            setting if not why or _without_tables(technique) else cls(name, None, "None", own, why)
-        )
+        return setting
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer and the module."""
         if self.technique is None:
             return []
         problems = super().check(trainer, pl_module)
-        rest = _without_tables(self.technique)
-        if rest is not None and not self._limit.allows(self._exactness_on(trainer, rest)):
+        if not self._limit.allows(self._exactness_on(trainer, self.technique)):
             why = "a CPU rounds updates in another way than a GPU: it is rounding, which"
             limit = f"`exactness={self._limit.value!r}` does not allow"
             fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
@@ -110,12 +103,6 @@ class OffloadSetting(ModuleSetting):
                     f"`{self.name}=None`.",
                 )
             )
-        readers = [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
-        why = "it reads all rows of a table in each step"
-        self._read_by = f"`{readers[0]}`: {why}" if readers else ""
-        if readers and self.is_asked and _without_tables(self.technique) != self.technique:
-            what = f"{self.written} beside `{readers[0]}`"
-            problems.append(Problem(what, why, "Leave one of the two out."))
         return problems
 
     def host_bytes(self, pl_module: Any) -> tuple[int, float]:
@@ -123,43 +110,38 @@ class OffloadSetting(ModuleSetting):
         assert self.technique is not None, "asked where it is on"
         return self.technique.host_bytes(pl_module)
 
-    # A stack offloads the rest where something keeps tables on the device.
+    # A stack offloads the rest where a model computes with a whole table.
     def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         assert isinstance(technique, Offloading), "`read` has made it"
-        self._used, self._why_no_tables = technique, ""
+        self._why_no_tables = ""
         without = _without_tables(technique)
-        if self.is_asked or without is None or without == technique:
+        try:
             return super()._use(technique, pl_module)
-        self._why_no_tables = self._beyond or self._read_by
-        if not self._why_no_tables:
-            try:
-                return super()._use(technique, pl_module)
-            except IncompatibleError as error:
-                problem = error.problems[0]
-                self._why_no_tables = f"{problem.what}: {problem.why}"
-        self._used = without
+        except IncompatibleError as error:
+            if self.is_asked or without is None or without == technique:
+                raise
+            problem = error.problems[0]
+            self._why_no_tables = f"{problem.what}: {problem.why}"
         return super()._use(without, pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizers update on the host, beside the next step where nobody looks."""
         super().start(trainer, pl_module)
-        if self.technique is None or self._handle is None or not self._updates_on_host():
+        residence = None if self._handle is None else self._handle.residence
+        if self.technique is None or self._handle is None or residence is None:
             return
         watchers = [o for hook in _BETWEEN_STEPS for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
         if not pl_module.automatic_optimization:
             watchers.append(f"{type(pl_module).__name__}.training_step")
-        if self._handle.residence is not None:
-            self._handle.residence.is_watched = bool(watchers)
-            if trainer.strategy.root_device.type == "cuda":
-                self._undo += [
-                    compute_on_device(one, hook)
-                    for hook in HOOKS
-                    for one in (pl_module, *trainer.callbacks)
-                    if has_foreign(one, hook)
-                ]
-        for table in self._handle.tables:
-            table.is_watched = bool(watchers)
+        residence.is_watched = bool(watchers)
+        if trainer.strategy.root_device.type == "cuda":
+            self._undo += [
+                compute_on_device(one, hook)
+                for hook in HOOKS
+                for one in (pl_module, *trainer.callbacks)
+                if has_foreign(one, hook)
+            ]
         details = [*self._handle.changes, *self._handle.skipped]
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")
@@ -170,21 +152,19 @@ class OffloadSetting(ModuleSetting):
         for optimizer in trained or trainer.optimizers:
             handle = self.technique.update_in_background(optimizer)
             self._undo.append(handle.undo)
-        names, with_tables = ", ".join(f"`{name}`" for name in watchers), self._handle.tables
-        rows = ", and all rows of tables are updated in each step" if with_tables else ""
+        names = ", ".join(f"`{name}`" for name in watchers)
         details.append(
-            f"updates end before {names}: it may read weights{rows}"
+            f"updates end before {names}: it may read weights"
             if watchers
             else "updates run beside the next step"
         )
-        exactness = self._exactness_on(trainer, self._used).value
+        exactness = self._exactness_on(trainer, self.technique).value
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
 
     @staticmethod
     def _exactness_on(trainer: Any, technique: Offloading) -> Exactness:
         is_moved = technique.has_weights and trainer.strategy.root_device.type == "cuda"
-        found = (technique.exactness, Exactness.ROUNDING if is_moved else Exactness.BITWISE)
-        return max(found, key=lambda exactness: exactness.rank)
+        return Exactness.ROUNDING if is_moved else technique.exactness
 
     def held_bytes(self, trainer: Any) -> int:
         """Count bytes in host memory, optimizer state with it; 0 without offloading."""
@@ -194,14 +174,10 @@ class OffloadSetting(ModuleSetting):
         states = tensors_in([optimizer.state for optimizer in trainer.optimizers])
         found = [tensor.untyped_storage() for tensor in states]
         storages = {storage.data_ptr(): storage for storage in found}
-        memories = [handle.memory, *(table.memory for table in handle.tables)]
-        return sum(storage.nbytes() for storage in storages.values() if is_host(storage)) + sum(
-            memory.peak_bytes for memory in memories
-        )
-
-    def _updates_on_host(self) -> bool:
-        handle = self._handle
-        return handle is not None and (handle.residence is not None or bool(handle.tables))
+        of_states = sum(storage.nbytes() for storage in storages.values() if is_host(storage))
+        residence = handle.residence
+        of_gradients = 0 if residence is None else residence.gradient_bytes
+        return of_states + of_gradients + handle.memory.peak_bytes
 
     def wait(self) -> None:
         """Let all weights be on the host, up to date."""
@@ -211,11 +187,8 @@ class OffloadSetting(ModuleSetting):
     def undo(self) -> None:
         """Restore the module on the host, where Lightning moves it; a second call does nothing."""
         handle = self._handle
-        if handle is not None:
-            if handle.residence is not None:
-                handle.residence.stay_on_host()
-            for table in handle.tables:
-                table.home = torch.device("cpu")
+        if handle is not None and handle.residence is not None:
+            handle.residence.stay_on_host()
         super().undo()
 
 

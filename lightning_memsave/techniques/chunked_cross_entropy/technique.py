@@ -23,6 +23,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.products import (
     HeadSettings,
     Product,
 )
+from lightning_memsave.techniques.host_weight import asks_for_host_weights
 
 _SETTINGS = "_memsave_head"
 
@@ -174,6 +175,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
 
 
 # Named like the method that it replaces.
+@asks_for_host_weights
 def forward(head: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Return deferred logits; replaces the ``forward`` of a linear layer."""
     run = previous_method(head, "forward")

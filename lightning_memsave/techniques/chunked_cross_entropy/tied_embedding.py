@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_memsave.core.patching import previous_method
 from lightning_memsave.techniques.chunked_cross_entropy.heads import is_traced
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
-from lightning_memsave.techniques.host_weight import host_weight_of
+from lightning_memsave.techniques.host_weight import asks_for_host_weights, host_weight_of
 
 aten = torch.ops.aten
 # Autograd nodes of embeddings, by weight and weakly referenced.
@@ -43,6 +43,7 @@ def can_share(module: nn.Module, weight: Tensor) -> bool:
 
 
 # Named like the method that it replaces.
+@asks_for_host_weights
 def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
     """Look up token ids in an embedding that is tied to a head."""
     weight = embedding.weight

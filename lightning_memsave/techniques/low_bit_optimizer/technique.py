@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
     build,
     find_obstacle,
@@ -269,15 +268,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
                     f"`{name}` over DTensor parameters",
                     "bitsandbytes' kernels do not support them",
                     "Set `optimizer=None` under FSDP2 and tensor parallelism.",
-                )
-            )
-        hosts = (host_weight_of(p) for group in target.param_groups for p in group["params"])
-        if any(host is not None for host in hosts):
-            problems.append(
-                Problem(
-                    f"`{name}` of an embedding on the host",
-                    "only torch's own optimizers update rows of it",
-                    "Set `optimizer=None`, or leave the embedding on the device.",
                 )
             )
         return problems + self._unmatched_patterns(target)

@@ -161,7 +161,8 @@ def _is_rounded(param: nn.Parameter) -> bool:
     return param.dtype is torch.bfloat16
 
 
-def _rounded_step_of(optimizer: Optimizer) -> RoundedStep | None:
+def rounded_step_of(optimizer: Optimizer) -> RoundedStep | None:
+    """Return what rounds the updates of an optimizer; ``None`` if nothing does."""
     owners = owners_of(optimizer)
     return next((each for each in owners if isinstance(each, RoundedStep)), None)
 
@@ -176,7 +177,7 @@ def _reconstruct(make: Callable[..., Optimizer], args: Any, owner: RoundedStep) 
 def load_state_dict(self: Optimizer, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """Load a state, saved with this technique or without; replaces the method of this name."""
     previous_method(self, "load_state_dict")(state_dict, *args, **kwargs)
-    if _rounded_step_of(self) is None:  # after `undo`
+    if rounded_step_of(self) is None:  # after `undo`
         return
     saved_groups = state_dict["param_groups"]
     for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
@@ -187,7 +188,7 @@ def load_state_dict(self: Optimizer, state_dict: dict[str, Any], *args: Any, **k
 def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:  # noqa: N807 - replaces that method
     """Reduce the optimizer for copies and pickles; replaces the method of this name."""
     reduced: tuple[Any, ...] = previous_method(self, "__reduce_ex__")(protocol)
-    own = _rounded_step_of(self)
+    own = rounded_step_of(self)
     if own is None:
         return reduced
     make, args, state, *rest = reduced

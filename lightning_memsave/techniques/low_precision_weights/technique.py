@@ -35,6 +35,7 @@ from lightning_memsave.techniques.low_precision_weights.bf16_layers import (
 from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
     RoundedStep,
     install,
+    rounded_step_of,
 )
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import mark_rounded
@@ -458,7 +459,7 @@ def _problems_of(optimizer: Optimizer) -> list[Problem]:
                 "Use another optimizer, or set `low_precision_weights=None`.",
             )
         )
-    if isinstance(vars(optimizer).get("memsave_parameter_step"), RoundedStep):
+    if rounded_step_of(optimizer) is not None:
         problems.append(
             Problem(
                 what,

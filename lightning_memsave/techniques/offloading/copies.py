@@ -69,6 +69,9 @@ class Copies:
     def finish(self) -> None:
         """Wait until all copies are done."""
 
+    def land(self) -> None:
+        """Wait until what `to_host` copies as it is has come."""
+
     def let_go(self) -> None:
         """Let go of what `to_host` copies, without a wait of the host."""
 
@@ -185,10 +188,14 @@ class StreamCopies(Copies):
             self._send_waiting()
             self._group = id(group)
 
-    def finish(self) -> None:
-        """Wait until all copies are done."""
+    def land(self) -> None:
+        """Wait until what `to_host` copies as it is has come."""
         self._send_waiting()
         self._wait_for_down()
+
+    def finish(self) -> None:
+        """Wait until all copies are done."""
+        self.land()
         self._held.clear()
         wait_for(self._landings)
 
@@ -216,8 +223,7 @@ class StreamCopies(Copies):
 
     def synchronize(self) -> None:
         """Wait on the host until the device has done all copies."""
-        self._send_waiting()
-        self._wait_for_down()
+        self.land()
         if self._last_up is not None:
             self._last_up.synchronize()
             self._last_up = None

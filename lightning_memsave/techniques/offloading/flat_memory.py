@@ -21,6 +21,11 @@ def note_piece(tensor: Tensor, piece: Tensor, offset: int) -> None:
     setattr(tensor.untyped_storage(), _PIECE, (piece, offset))
 
 
+def is_in_piece(tensor: Tensor) -> bool:
+    """Return whether a tensor is in a piece of memory."""
+    return tensor.layout == torch.strided and hasattr(tensor.untyped_storage(), _PIECE)
+
+
 class _Place(NamedTuple):
     """Where a tensor is: in a piece of memory, or only in its storage; in bytes."""
 

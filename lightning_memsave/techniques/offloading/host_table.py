@@ -1,132 +1,60 @@
-"""An embedding table that stays on the host, of which a step gets the rows that it uses."""
+"""Look up rows of embedding tables on the host, so that the device gets these rows only."""
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as, mark_as_host, on_cuda
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy import technique, tied_embedding
-from lightning_memsave.techniques.host_weight import HostWeight, host_weight_of, set_host_weight
-from lightning_memsave.techniques.offloading.copies import Copies, copies_for
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.row_gradient import RowGradient
-from lightning_memsave.techniques.residences import residence_of
+from lightning_memsave.techniques.host_weight import (
+    HostWeight,
+    host_weight_of,
+    is_asking,
+    set_host_weight,
+)
+from lightning_memsave.techniques.offloading.flat_memory import shares_memory
+from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.residence import Residence
 
 aten: Any = torch.ops.aten
 _LEFT_OUT = 'leave out `"embeddings"`'
-_Hook = Callable[[], None]
-
-
-class Updates(Protocol):
-    """What updates a table, perhaps later than its optimizer steps."""
-
-    def bring_up_to_date(self, ids: Tensor | None) -> None:
-        """Do the missed steps of some rows, or of all, after the update that runs."""
+_NOT_IN_BACKWARD = -1
 
 
 class HostTable(HostWeight):
-    """Keeps the weight of an embedding on the host, as a single object for all modules with it.
+    """An embedding's weight on the host, of which the device gets rows or tiles.
 
-    The rows of a batch are copied to the device, and the gradients of these rows back, in
-    ``weight.grad``: a `RowGradient`, or an ordinary tensor on the host if a linear layer with the
-    same weight has computed a loss. Such a layer works tile by tile, in chunked cross-entropy.
+    Autograd makes the gradient of look-ups on the host, as it does without. That of a tied head
+    comes tile by tile, and is added before the weight gets it.
     """
 
-    def __init__(
-        self, model: nn.Module, weight: nn.Parameter, worker: HostWorker | None = None
-    ) -> None:
-        problems = table_problems(model, weight)
-        if problems:
-            raise IncompatibleError("offloading", problems)
+    def __init__(self, residence: Residence, part: Part) -> None:
+        (weight,) = part.params
         super().__init__(weight)
-        self.worker = HostWorker(in_background=False) if worker is None else worker
-        self.device = weight.device
-        """The device that computed last."""
-        self.updates: Updates | None = None
-        """What updates it."""
-        self.is_watched = False
-        """Whether code between two steps may read any row: all are up to date after each step."""
-        self.home = weight.device
-        """The device of the weight before and after."""
-        self.memory = HostMemory()
-        """What holds the weight and its gradient."""
-        self._copies: Copies | None = None
-        self._modules = _modules_with(weight, model)
-        self._pieces: list[tuple[Tensor, Tensor]] = []  # rows and their gradients, of a backward
-        self._dense: Tensor | None = None
+        self._residence = weakref.ref(residence)
+        self._part = part
+        self._of_tiles: Tensor | None = None  # used again
         self._has_gradient: Tensor | None = None  # of which rows, since the backward began
-        self._task = -1
-
-    def start(self) -> list[_Hook]:
-        """Move the weight to the host, and replace the methods that use it."""
-        weight, grad = self.weight, self.weight.grad
-        weight.grad = None
-        host = self.memory.tensors_like([weight])[0]
-        with torch.no_grad(), host_copies():
-            host.copy_(weight)
-        weight.data = host
-        if grad is not None:
-            weight.grad = self.memory.tensors_like([grad])[0]
-            with host_copies():
-                weight.grad.copy_(grad)
-        undo = [set_host_weight(self), self.release]
-        for module in self._modules:
-            undo += [
-                module.register_state_dict_pre_hook(_look).remove,
-                module.register_load_state_dict_pre_hook(_look).remove,
-                patch_method(module, _apply),
-            ]
-            is_plain = isinstance(module, nn.Embedding)
-            if is_plain and not is_patched_with(module, tied_embedding.forward):
-                undo.append(patch_method(module, forward))
-        return undo
-
-    def bring_up_to_date(self) -> None:
-        """Let all rows be as if they had been updated in each step.
-
-        Needed before ``weight`` is read directly; ``state_dict`` and evaluation do it.
-        """
-        if self.updates is not None:
-            self.updates.bring_up_to_date(None)
-
-    def release(self) -> None:
-        """Give the weight and its gradient ordinary memory, where the weight was before."""
-        self.bring_up_to_date()
-        weight, grad = self.weight, self.weight.grad
-        weight.grad = None
-        weight.data = _moved(weight.data, self.home)
-        if grad is not None:
-            grad = grad.whole() if isinstance(grad, RowGradient) else grad
-            weight.grad = _moved(grad, self.home)
+        self._node: Any = None  # it holds the weight, but the weight does not hold it
 
     def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
         """Look up rows, up to date."""
-        if self._task != -1 and torch._C._current_graph_task_id() == -1:
-            # The backward pass before has failed; its gradients are nobody's.
-            self._pieces, self._has_gradient, self._task = [], None, -1
-        self._follow(ids)
-        found, places = self._distinct(ids)
+        self._begin()
         apply: Any = _LookUp.apply  # untyped in torch
-        padding = -1
-        if embedding.padding_idx is not None and not is_fake(ids):
-            with host_copies():
-                is_padding = (found == embedding.padding_idx).nonzero()
-                padding = int(is_padding) if len(is_padding) else -1
-        settings = padding, embedding.scale_grad_by_freq
-        rows: Tensor = apply((self, found, settings), self.weight, self._rows(found), places)
+        rows: Tensor = apply(self, embedding, self.weight, ids)
         return rows
 
     def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
         """Bring tiles of rows to the device, the next one while one is used."""
-        self._follow(torch.empty(0, device=device))
-        self.bring_up_to_date()
-        assert self._copies is not None, "it has followed"
-        host, num = self.weight.data, max(place.stop - place.start for place in places)
+        self._begin()
+        copies, host = self.residence.copies, self.weight.data
+        num = max(place.stop - place.start for place in places)
         buffers = [host.new_empty(num, host.shape[1], device=device) for _ in range(2)]
         for buffer in buffers:
             mark_as("parameter", buffer)
@@ -136,7 +64,7 @@ class HostTable(HostWeight):
                 if index < len(places):
                     place = places[index]
                     tile = buffers[index % 2][: place.stop - place.start]
-                    waiting.append((tile, self._copies.to_device([tile], [host[place]])))
+                    waiting.append((tile, copies.to_device([tile], [host[place]])))
                 if index:
                     tile, wait = waiting.pop(0)
                     wait()
@@ -147,169 +75,153 @@ class HostTable(HostWeight):
 
     def add_gradient(self, place: slice, gradient: Tensor) -> None:
         """Add the gradient of a tile to that of the weight; call it in backward."""
-        self._begin_backward()
-        assert self._copies is not None, "there was a forward pass"
-        whole, has_gradient = self._whole_gradient()
+        if not self._is_wanted():
+            return
+        copies, (whole, has_gradient) = self.residence.copies, self._opened()
         with torch.no_grad(), host_copies():
             known = has_gradient[place]
             num_known = int(known.count_nonzero()) if not is_fake(known) else 0
             if 0 < num_known < len(known):
-                self._copies.finish()
+                copies.finish()
                 whole[place][~known] = 0.0
             known.fill_(True)
-        self._copies.to_host(whole[place], gradient, adds=num_known > 0)
+        copies.to_host(whole[place], gradient, adds=num_known > 0)
 
-    def add_rows(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of some rows to that of the weight; call it in backward."""
-        self._begin_backward()
-        assert self._copies is not None, "there was a forward pass"
-        landing = self._transfer_memory(gradient)
-        self._copies.to_host(landing, gradient, adds=False)
-        self._pieces.append((ids, landing))
+    @property
+    def residence(self) -> Residence:
+        """What brings parameters to the device."""
+        residence = self._residence()
+        assert residence is not None, "the model holds it"
+        return residence
 
-    def _follow(self, tensor: Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # otherwise, recomputation
-            self._pieces.clear()  # of a backward pass that has failed
-            self._has_gradient = None
-        residence = residence_of(self._modules[0])
-        if residence is not None and residence.device == tensor.device:
-            self._copies = residence.copies  # so that the host waits for all gradients at once
-            if on_cuda(tensor) and not is_fake(tensor):
-                self.memory.lock(tensor.device)
-        elif self._copies is None or tensor.device != self.device:
-            self._copies = copies_for(tensor, self.worker, self.memory)
-        self.device = tensor.device
+    def _begin(self) -> None:
+        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:  # otherwise, recomputation
+            self._has_gradient = None  # of a backward pass that has failed
+        self._part.stay()
 
-    # Page-locked, where copies are beside the computation: torch keeps such memory for later ones,
-    # in sizes that are powers of two.
-    def _transfer_memory(self, like: Tensor) -> Tensor:
-        with torch.inference_mode(mode=False), host_copies():
-            num_bytes = like.nbytes
-            if on_cuda(like) and num_bytes:
-                num_bytes = 1 << (num_bytes - 1).bit_length()
-            is_locked = like.is_cuda
-            made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
-        mark_as_host(made)
-        return made[: like.nbytes].view(like.dtype).view(like.shape)
-
-    def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distinct ids, on the host, and the place of each id among them."""
-        assert self._copies is not None, "it has followed"
-        on_host, places = self._transfer_memory(ids), torch.empty_like(ids, dtype=torch.int32)
-        self._copies.to_host(on_host, ids, adds=False)
-        self._copies.landing()()  # which rows these are says the host
-        with torch.no_grad(), host_copies():
-            source = self._transfer_memory(places)
-            if is_fake(ids):  # where ids are not known, as many as there can be
-                found = torch.unique(ids)[: len(self.weight)]
-            else:
-                found, inverse = torch.unique(on_host.long(), return_inverse=True)
-                if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < len(self.weight):
-                    raise IndexError("index out of range in self")
-                source.copy_(inverse)
-        places.copy_(source, non_blocking=places.is_cuda)
-        return found, places
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        """Return rows on the device, up to date."""
-        assert self._copies is not None, "it has followed"
-        if self.updates is not None and not is_fake(ids):
-            self.updates.bring_up_to_date(ids)
-        host = self.weight.data
-        rows = host.new_empty(len(ids), host.shape[1], device=self.device)
-        with torch.no_grad(), host_copies():
-            source = self._transfer_memory(rows)
-            torch.index_select(host, 0, ids, out=source)
-        self._copies.to_device([rows], [source])()
-        return rows
-
-    def _begin_backward(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            queue(self._finish_backward)
-
-    # At the end of backward: on the thread that called it, or on CUDA that of the device.
-    @torch.no_grad()
-    def _finish_backward(self) -> None:
-        assert self._copies is not None, "there was a forward pass"
-        self._copies.finish()
-        pieces, self._pieces = self._pieces, []
-        with host_copies():
-            if self._has_gradient is not None:
-                whole, has_gradient = self._whole_gradient()
-                if not is_fake(whole):
-                    whole[~has_gradient] = 0.0
-                    if pieces:
-                        whole.index_add_(0, *_sum(pieces))
-                self.weight.grad = whole
-            elif pieces:
-                self._add_pieces(pieces)
-        self._has_gradient, self._task = None, -1
-
-    def _add_pieces(self, pieces: list[tuple[Tensor, Tensor]]) -> None:
-        grad, (ids, rows) = self.weight.grad, _sum(pieces)
-        if grad is not None and not isinstance(grad, RowGradient):
-            grad.index_add_(0, ids, rows)
-            return
-        if grad is not None:
-            ids, rows = _sum([(grad.ids, grad.rows), (ids, rows)])
-        mark_as_host(ids)
-        mark_as_host(rows)
-        self.weight.grad = RowGradient(ids, rows, len(self.weight))
-
-    def _whole_gradient(self) -> tuple[Tensor, Tensor]:
-        """Return the memory of the whole gradient, and which of its rows have values."""
+    # Of the gradients from before it takes the place: they would be added while tiles come.
+    def _opened(self) -> tuple[Tensor, Tensor]:
         weight = self.weight
-        if self._dense is None:
-            self._dense = self.memory.tensors_like([weight.data])[0]
+        if self._of_tiles is None:
+            self._of_tiles = self.residence.memory.tensors_like([weight.data])[0]
         if self._has_gradient is None:
-            grad, whole = weight.grad, self._dense
+            grad, whole = weight.grad, self._of_tiles
             with torch.no_grad(), host_copies():
                 self._has_gradient = torch.full((len(weight),), grad is not None, device="cpu")
-                if isinstance(grad, RowGradient):
-                    whole.zero_().index_copy_(0, grad.ids, grad.rows)
-                elif grad is not None and grad.data_ptr() != whole.data_ptr():
-                    whole.copy_(grad)
-        return self._dense, self._has_gradient
+                if grad is not None and (grad.is_sparse or not shares_memory(grad, whole)):
+                    whole.copy_(grad.to_dense())
+            weight.grad = None
+        return self._of_tiles, self._has_gradient
+
+    def _is_wanted(self) -> bool:
+        if self._node is None:
+            self._node = get_gradient_edge(self.weight).node
+            self._node.register_prehook(functools.partial(_close, weakref.ref(self)))
+        try:
+            return bool(torch._C._will_engine_execute_node(self._node))
+        except RuntimeError as error:
+            raise IncompatibleError("offloading", [_captured()]) from error
+
+    # By now all heads and look-ups of this backward pass have computed theirs.
+    @torch.no_grad()
+    def close(self, of_look_ups: Tensor | None) -> tuple[Tensor] | None:
+        """Finish the gradient of tiles, and give it to autograd, or to the weight."""
+        if self._has_gradient is None:
+            return None
+        whole, has_gradient = self._opened()
+        self.residence.copies.finish()
+        with host_copies():
+            if not is_fake(whole):
+                whole[~has_gradient] = 0.0
+            if of_look_ups is not None:
+                whole.add_(of_look_ups)
+        self._has_gradient = None
+        if of_look_ups is not None:
+            return (whole.detach(),)
+        self.weight.grad = whole.detach()
+        self.residence.receive(self.weight)
+        return None
+
+
+# Torch does not find cycles through such hooks.
+def _close(table: "weakref.ref[HostTable]", gradients: tuple[Tensor | None]) -> Any:
+    own = table()
+    return None if own is None else own.close(gradients[0])
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        of: tuple[HostTable, Tensor, tuple[int, bool]],
-        weight: Tensor,
-        rows: Tensor,
-        places: Tensor,
+        ctx: Any, table: HostTable, embedding: nn.Embedding, weight: Tensor, ids: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.table, ctx.ids, ctx.settings = of
-        found: Tensor = aten.embedding(rows, places)
-        return found
+        copies = table.residence.copies
+        on_host = _like_on_host(ids)
+        copies.to_host(on_host, ids, adds=False)
+        copies.land()
+        ctx.save_for_backward(on_host)
+        ctx.table, ctx.form = table, (len(weight), embedding.padding_idx, embedding)
+        with host_copies():
+            found = nn.functional.embedding(
+                on_host,
+                weight,
+                embedding.padding_idx,
+                embedding.max_norm,
+                embedding.norm_type,
+                embedding.scale_grad_by_freq,
+                embedding.sparse,
+            )
+        rows = torch.empty_like(found, device=ids.device)
+        source = _like_on_host(rows) if rows.is_cuda else found
+        with host_copies():
+            source = source if source is found else source.copy_(found)
+        copies.to_device([rows], [source])()
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise IncompatibleError("offloading", [_twice()])
-        (places,), ids = ctx.saved_tensors, ctx.ids
-        wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        sums = aten.embedding_dense_backward(gradients[0].to(wide), places, len(ids), *ctx.settings)
-        ctx.table.add_rows(ids, sums)
-        return None, None, None, None
+        (ids,), (gradient,) = ctx.saved_tensors, gradients
+        num_rows, padding, embedding = ctx.form
+        if torch.is_grad_enabled():  # for gradients of gradients
+            landed = gradient.to("cpu")
+        else:
+            copies, landed = ctx.table.residence.copies, _like_on_host(gradient)
+            copies.to_host(landed, gradient, adds=False)
+            copies.land()
+        with host_copies():
+            found = aten.embedding_backward(
+                landed,
+                ids,
+                num_rows,
+                -1 if padding is None else padding,
+                embedding.scale_grad_by_freq,
+                embedding.sparse,
+            )
+        return None, None, found, None
 
 
-def _sum(pieces: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Add gradients of rows, in their order."""
-    if len(pieces) == 1:
-        return pieces[0]
-    ids = torch.cat([ids for ids, _ in pieces])
-    rows = torch.cat([rows for _, rows in pieces])
-    if is_fake(ids):
-        return ids, rows
-    ids, places = torch.unique(ids, return_inverse=True)
-    return ids, rows.new_zeros(len(ids), rows.shape[1]).index_add_(0, places, rows)
+# Page-locked, where copies are beside the computation: torch keeps such memory for later ones, in
+# sizes that are powers of two.
+def _like_on_host(like: Tensor) -> Tensor:
+    with torch.inference_mode(mode=False), host_copies():
+        num_bytes = like.nbytes
+        if on_cuda(like) and num_bytes:
+            num_bytes = 1 << (num_bytes - 1).bit_length()
+        made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=like.is_cuda)
+    mark_as_host(made)
+    return made[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def look_up_on_host(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
+    """Let the embeddings of a model look up what stays on the host."""
+    undo: list[Callable[[], None]] = []
+    for part in residence.tables:
+        table = HostTable(residence, part)
+        undo.append(set_host_weight(table))
+        for module in model.modules():
+            is_own = isinstance(module, nn.Embedding) and module.weight is table.weight
+            if is_own and not is_asking(module):
+                undo.append(patch_method(module, forward))
+    return undo
 
 
 # Named like the method that it replaces.
@@ -322,46 +234,25 @@ def forward(self: Any, input: Tensor) -> Tensor:
     return host.look_up(self, input)
 
 
-def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Convert what is not on the host; replaces ``Module._apply``."""
-    hidden = {
-        name: param
-        for name, param in self._parameters.items()
-        if param is not None and host_weight_of(param) is not None
-    }
-    for param in hidden.values():
-        converted = fn(torch.empty(0, dtype=param.dtype, device="cpu"))
-        if converted.dtype is not param.dtype:
-            raise IncompatibleError("offloading", [_conversion(converted.dtype)])
-    self._parameters.update(dict.fromkeys(hidden))
-    try:
-        return previous_method(self, "_apply")(fn, recurse)
-    finally:
-        self._parameters.update(hidden)
-
-
-def _look(module: nn.Module, *_: object) -> None:
-    for param in module.parameters(recurse=False):
-        host = host_weight_of(param)
-        if isinstance(host, HostTable):
-            host.bring_up_to_date()
-
-
 def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:
     """Find every reason why a weight cannot stay on the host."""
-    problems = []
-    if weight.dtype not in (torch.float32, torch.float64):
-        problems.append(_conversion(weight.dtype))
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        why = "hooks get no gradient of it, which is made row by row on the host"
-        fix = f'Remove them from the weight, or {_LEFT_OUT}, as in `offload="parameters"`.'
-        problems.append(Problem("a hook of a table", why, fix))
-    for name, module in model.named_modules():
-        if not any(param is weight for param in module._parameters.values()):
-            continue
+    problems, modules = (
+        [],
+        {
+            name: module
+            for name, module in model.named_modules()
+            if any(param is weight for param in module._parameters.values())
+        },
+    )
+    for name, module in modules.items():
         why, fix = _why_not(module)
         if why:
             problems.append(Problem(f"`{name}`", why, fix))
+    is_tied = any(isinstance(module, nn.Linear) for module in modules.values())
+    if is_tied and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+        why = "hooks get no gradient of its head, which is made tile by tile on the host"
+        fix = f'Remove them from the weight, or {_LEFT_OUT}, as in `offload="parameters"`.'
+        problems.append(Problem("a hook of a tied table", why, fix))
     return problems
 
 
@@ -370,8 +261,11 @@ def _why_not(module: nn.Module) -> tuple[str, str]:
         return _why_not_embedding(module)
     if type(module) is not nn.Linear:
         kind = type(module).__name__
-        return f"a `{kind}` with the table is not supported", "Give it a weight of its own."
-    if is_patched_with(module, technique.forward):
+        return (
+            f"a `{kind}` with the table is not supported",
+            f"Give it a weight of its own, or {_LEFT_OUT}.",
+        )
+    if is_asking(module):
         return "", ""
     fix = (
         "Set `chunked_cross_entropy=True`; in a plain loop apply `ChunkedCrossEntropy` first, with "
@@ -382,46 +276,17 @@ def _why_not(module: nn.Module) -> tuple[str, str]:
 
 def _why_not_embedding(embedding: nn.Embedding) -> tuple[str, str]:
     method = vars(embedding).get("forward")
-    own = (None, forward, tied_embedding.forward, nn.Embedding.forward)
-    reasons = (
-        (host_weight_of(embedding.weight), "its weight is on the host already", "Undo that first."),
-        (
-            embedding.max_norm,
-            "`max_norm` changes rows in the forward pass",
-            f"Set `max_norm=None`, or {_LEFT_OUT}.",
-        ),
-        (embedding.sparse, "`sparse=True` makes gradients of its own kind", "Set it to `False`."),
-        (
-            getattr(method, "__func__", method) not in own,
-            "its `forward` has been replaced",
-            "Undo what has replaced it.",
-        ),
-    )
-    return next(((why, fix) for is_true, why, fix in reasons if is_true), ("", ""))
+    own = (None, forward, nn.Embedding.forward)
+    if host_weight_of(embedding.weight) is not None:
+        return "its weight is on the host already", "Undo that first."
+    if not is_asking(embedding) and getattr(method, "__func__", method) not in own:
+        return "its `forward` has been replaced", f"Undo what has replaced it, or {_LEFT_OUT}."
+    return "", ""
 
 
-def _modules_with(weight: nn.Parameter, model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if any(p is weight for p in m._parameters.values())]
-
-
-# On the CPU it stays where it is, but counts as the device's.
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    moved = tensor.to(device)
-    mark_as("parameter", moved)
-    return moved
-
-
-def _conversion(dtype: torch.dtype) -> Problem:
+def _captured() -> Problem:
     return Problem(
-        f"a table in {dtype}",
-        "sums of gradients and updates on the host need float32",
-        'Keep it in float32, and use `precision="bf16-mixed"`.',
-    )
-
-
-def _twice() -> Problem:
-    return Problem(
-        "gradients of gradients (`create_graph=True`)",
-        "looking up rows on the host only has a first derivative",
-        "Keep the table on the device.",
+        "`torch.autograd.grad` for a table that is tied to a head",
+        "the gradient of the head is made tile by tile, and goes into that of the weight",
+        f"Use `backward` and the weight's `grad`, or {_LEFT_OUT}.",
     )

@@ -1,5 +1,6 @@
 """Update offloaded parameters on the host, beside the computation of the next step."""
 
+import contextlib
 import functools
 import weakref
 from collections import defaultdict
@@ -16,7 +17,6 @@ from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host,
 from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
-from lightning_memsave.techniques.offloading.row_updates import tables_apart, wait_for_tables
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.optimizer_step import (
     StepOwner,
@@ -70,7 +70,7 @@ class HostUpdates(StepOwner):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.grad is not None for p in params):  # otherwise all are updated in backward
             self._residence.finish()
-            with scaling_on_host(optimizer), tables_apart(optimizer):
+            with scaling_on_host(optimizer):
                 updated = self._update(optimizer)
         if self._residence.is_watched:
             self._residence.wait()
@@ -79,7 +79,6 @@ class HostUpdates(StepOwner):
     def before_zeros(self, optimizer: Optimizer) -> None:
         """Wait for updates, which may still read gradients."""
         self._wait()
-        wait_for_tables(optimizer)
 
     def submit(
         self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
@@ -105,7 +104,8 @@ class HostUpdates(StepOwner):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not updates_each_alone(optimizer):
             self._residence.wait()
-            with on_host():
+            are_here = all(self._residence.part_of(param) is not None for param in params)
+            with on_host() if are_here else contextlib.nullcontext():
                 step_without_hooks(optimizer)
             self._mark_state()
             return {id(param) for param in params}
@@ -115,7 +115,7 @@ class HostUpdates(StepOwner):
             if param.grad is not None and part is not None:
                 gradients[part][param] = param.grad
         self._mark_state()  # of what micro-batches have allocated
-        for part in self._residence.parts:
+        for part in self._residence.all_parts:
             if part in gradients:
                 self.submit(part, gradients[part])
         return {id(param) for found in gradients.values() for param in found}

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.residences import residence_of
 
 _MODULES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -47,9 +46,6 @@ def _device(self: nn.Module) -> torch.device:
         residence = residence_of(self)
         if residence is not None:
             return torch.device(residence.device)
-        for param in self.parameters():
-            if host_weight_of(param) is None:
-                return param.device
     plain = next(_PLAIN[cls] for cls in type(self).__mro__ if cls in _PLAIN)
     device: torch.device = plain.fget(self)
     return device

@@ -174,6 +174,13 @@ class Part:
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
+    def stay(self) -> None:
+        """Let the parameters be up to date where they are looked up on the host."""
+        self.wait()
+        self._adopt()
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def send(self, copies: Copies, device: torch.device) -> None:
         """Start to copy weights to the device if they have changed."""
         self.wait()
@@ -410,7 +417,7 @@ class Part:
             grad, param.grad = param.grad, None
             param.data = torch.empty_like(weight, device=device).copy_(weight)
             if grad is not None:
-                param.grad = torch.empty_like(grad, device=device).copy_(grad)
+                param.grad = grad.to(device, copy=True)
 
     # Of frozen parameters from when they are trained on.
     def _gradient_memory(self) -> dict[int, Tensor]:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.blocks import Block, owners_of
+from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
 from lightning_memsave.techniques.offloading.copies import copies_for
+from lightning_memsave.techniques.offloading.flat_memory import is_in_piece
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
@@ -41,6 +43,7 @@ class Residence:
         worker: HostWorker,
         memory: HostMemory,
         *,
+        tables: Sequence[nn.Parameter] = (),
         num_on_device: int | None = None,
     ) -> None:
         self.worker = worker
@@ -54,8 +57,9 @@ class Residence:
         self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
         """What updates parameters as soon as their gradients are complete."""
         self.memory = memory
-        self.device = params[0].device
-        self.copies = copies_for(params[0], worker, self.memory)
+        some = [*params, *tables][0]
+        self.device = some.device
+        self.copies = copies_for(some, worker, self.memory)
         owners = owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
         # A strong reference to a module would keep the model alive.
@@ -67,7 +71,11 @@ class Residence:
             self._by_block[block.module] = Part(own, self.memory, is_streamed=is_streamed)
         self.parts = [self.rest, *self._by_block.values()]
         """In the order in which a step needs them."""
-        self._part_of = {id(param): part for part in self.parts for param in part.params}
+        self.tables = [self._part_of_table(table) for table in tables]
+        """Of embeddings, which stay on the host."""
+        self.gradient_bytes = 0
+        """The most that autograd has made for the gradients of tables, beside ``memory``."""
+        self._part_of = {id(param): part for part in self.all_parts for param in part.params}
         self._watched: dict[int, Callable[[], None]] = {}
         self._came: list[Part] = []
         self._following: list[Part] = []  # that were sent ahead
@@ -78,6 +86,20 @@ class Residence:
         self._is_released = False
         self._task = _NO_TASK
         self._model = weakref.ref(model)
+
+    # Autograd adds to the gradient from before, where it is.
+    def _part_of_table(self, table: nn.Parameter) -> Part:
+        grad, table.grad = table.grad, None
+        part = Part([table], self.memory)
+        if grad is not None:
+            with host_copies():
+                table.grad = grad.to("cpu", copy=True)
+        return part
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """The parts, also those that stay on the host."""
+        return [*self.tables, *self.parts]
 
     def start(self) -> list[Callable[[], None]]:
         """Watch gradients and optimizers."""
@@ -136,7 +158,7 @@ class Residence:
         self.leave()
         self.copies.synchronize()  # the device may still read weights for what it computes late
         failed = []
-        for part in self.parts:
+        for part in self.all_parts:
             try:
                 part.wait()
             except Exception as error:
@@ -148,11 +170,11 @@ class Residence:
     def wait(self) -> None:
         """Finish all updates, and let all parameters be on the host, where they may be changed."""
         self.finish()
-        for part in self.parts:
+        for part in self.all_parts:
             part.join()
 
     def _note_change(self) -> None:
-        for part in self.parts:
+        for part in self.all_parts:
             part.note_change()
 
     def stay_on_host(self) -> None:
@@ -165,7 +187,7 @@ class Residence:
         try:
             self.wait()
         finally:
-            for part in self.parts:
+            for part in self.all_parts:
                 part.release(self.device)
 
     # Optimizers need whole weights, and the kernels of bitsandbytes change them unseen.
@@ -193,7 +215,7 @@ class Residence:
 
     # Frozen parameters have no gradient to wait for, until somebody trains them.
     def _watch_trained(self) -> None:
-        for part in self.parts:
+        for part in self.all_parts:
             for param in part.params:
                 if param.requires_grad and id(param) not in self._watched:
                     self._watched[id(param)] = self._watch(param)
@@ -211,18 +233,31 @@ class Residence:
             own = residence()
             if own is not None:
                 own._queue_end()
-                own._receive(found)
+                own.receive(found)
 
         register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
         return register(after).remove  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _receive(self, param: nn.Parameter) -> None:
+    def receive(self, param: nn.Parameter) -> None:
+        """Move a gradient to the host that backward has computed."""
         part = self._part_of[id(param)]
+        if part in self.tables:
+            self._note_gradients()
+            any(taker.take(param, part) for taker in self.takers)
+            return
         if self.device.type == "cuda" and (param.grad is None or not param.grad.is_cuda):
             raise IncompatibleError("offloading", [self._used_on_host(param)])
         if not any(taker.take(param, part) for taker in self.takers):
             part.receive_gradient(param, self.copies)
+
+    def _note_gradients(self) -> None:
+        grads = [part.params[0].grad for part in self.tables]
+        made = [each for grad in grads if grad is not None for each in _values_of(grad)]
+        for tensor in made:
+            mark_as_host(tensor)
+        num_bytes = sum(tensor.nbytes for tensor in made if not is_in_piece(tensor))
+        self.gradient_bytes = max(self.gradient_bytes, num_bytes)
 
     # Autograd computes such a gradient on another thread, beside those of the device: either may
     # take the place of the other.
@@ -358,7 +393,7 @@ class Residence:
 
     def follow(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Follow the model to another device."""
-        some = next(param for part in self.parts for param in part.params)
+        some = next(param for part in self.all_parts for param in part.params)
         # Where it is, as `float` leaves it there; but nothing can be moved from `meta`.
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         before = torch.empty(0, dtype=some.dtype, device=device)
@@ -378,6 +413,10 @@ class Residence:
         if after.device != self.device:
             self.device = after.device
             self.copies = copies_for(after, self.worker, self.memory)
+
+
+def _values_of(gradient: Tensor) -> list[Tensor]:
+    return [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
 
 
 def _is_in_backward() -> bool:

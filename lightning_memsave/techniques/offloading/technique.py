@@ -11,16 +11,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors, find_blocks
-from lightning_memsave.core.memory import is_fake
+from lightning_memsave.core.memory import is_fake, on_cuda
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
-from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.host_table import HostTable, table_problems
+from lightning_memsave.techniques.offloading.host_table import look_up_on_host, table_problems
 from lightning_memsave.techniques.offloading.host_updates import (
     HostUpdates,
     host_updates_of,
@@ -30,13 +29,13 @@ from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.model_device import tell_device
 from lightning_memsave.techniques.offloading.module_hooks import move_with
 from lightning_memsave.techniques.offloading.residence import Residence
-from lightning_memsave.techniques.offloading.row_updates import RowUpdates
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import all_in_backward
 from lightning_memsave.techniques.residences import residence_of, residence_with
 from lightning_memsave.units import format_bytes
 
 KINDS = ("optimizer", "parameters", "activations", "embeddings")
+_OF_WEIGHTS = {"optimizer", "parameters"}
 _EVERYTHING = "parameters+activations"
 _UPDATES = "the host's memory and its updates, beside the next step"
 _NUMBERS = (
@@ -51,16 +50,12 @@ class OffloadingHandle(Handle[nn.Module]):
     residence: Residence | None = None
     """What moves the parameters; ``None`` if there are none."""
     memory: HostMemory
-    """What holds weights, gradients and activations, but for those of tables."""
-    tables: Sequence[HostTable] = ()
-    """Embeddings that stay on the host."""
+    """What holds weights, gradients and activations."""
 
     def wait(self) -> None:
         """Let all weights and gradients be on the host, after all updates."""
         if self.residence is not None:
             self.residence.wait()
-        for table in self.tables:
-            table.bring_up_to_date()
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,8 @@ class Offloading(Technique[nn.Module]):
     tensors on the host, so that clipping, checkpoints, averages of weights and any optimizer work
     as usual. With ``"activations"`` what blocks save for backward is on the host until backward
     comes near: of checkpointed blocks their inputs. With ``"embeddings"`` large tables stay on the
-    host: a step gets the rows of its batch, and an output layer that is tied to the table works
-    tile by tile.
+    host, which updates them as other weights: a step gets the rows of its batch, and an output
+    layer that is tied to the table works tile by tile.
 
     Args:
         what: ``"optimizer"``; ``"parameters"``, which includes it; ``"activations"``;
@@ -101,14 +96,14 @@ class Offloading(Technique[nn.Module]):
         ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *bitwise*, and *approximate* with ``"embeddings"``: see `RowUpdates`. The same
-        optimizer computes the same on the host. On CUDA, its kernels for the host round in another
-        way than those for a GPU; torch's Adam, AdamW, SGD and Adagrad use their fused ones unless
-        ``foreach`` or ``fused`` was chosen. Each parameter may be used in the forward and backward
-        passes of its module only, and a backward pass must not be repeated. Parameters that are
-        lazy, of another class, with sparse gradients or with memory that they share stay on the
-        device, and so do frozen ones, but for those in blocks with ``"parameters"``. For one
-        process, and not for compiled modules.
+        Exactness is *bitwise*: the same optimizer computes the same on the host. On CUDA, its
+        kernels for the host round in another way than those for a GPU; torch's Adam, AdamW, SGD and
+        Adagrad use their fused ones unless ``foreach`` or ``fused`` was chosen. Each parameter may
+        be used in the forward and backward passes of its module only, and a backward pass must not
+        be repeated. Parameters that are lazy, of another class, with sparse gradients (but for
+        ``"embeddings"``) or with memory that they share stay on the device, and so do frozen ones,
+        but for those in blocks with ``"parameters"``. For one process, and not for compiled
+        modules.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -172,8 +167,6 @@ class Offloading(Technique[nn.Module]):
             problems.append(Problem(what, "it is not a size", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
-        if "embeddings" in self._kinds:  # missed updates of rows are made up for in closed form
-            object.__setattr__(self, "exactness", Exactness.APPROXIMATE)
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))
 
@@ -249,7 +242,8 @@ class Offloading(Technique[nn.Module]):
             The bytes, and those that may be used.
         """
         blocks = find_blocks(target, self.blocks)
-        params, _ = self._chosen(target, blocks)
+        tables = self._tables(target)
+        params = [*tables, *self._chosen(target, blocks, tables)[0]]
         limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
         trained = {id(p): p.numel() for p in params if p.requires_grad}
         in_blocks = [
@@ -280,21 +274,36 @@ class Offloading(Technique[nn.Module]):
         changes: list[str] = []
         skipped: list[str] = []
         undo: list[Callable[[], None]] = [worker.close]
-        tables = self._tables(target, worker)
-        for table in tables:
-            undo += table.start()
-        if tables or self.has_weights:
-            undo += [let_scales_land(), *tell_device(target)]
+        tables = self._tables(target)
+        if problems := [p for weight in tables for p in table_problems(target, weight)]:
+            raise IncompatibleError(self.name, problems)
         if tables:
-            num_bytes = self._bytes_of([table.weight for table in tables])
+            num_bytes = self._bytes_of(tables)
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
         elif "embeddings" in self._kinds:
             skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
-        params, left = self._chosen(target, blocks)
-        if params:
-            is_streamed = "parameters" in self._kinds
+        params, left = self._chosen(target, blocks, tables)
+        is_streamed = "parameters" in self._kinds
+        if params or tables:
             number = self.num_blocks_on_device if is_streamed else None
-            residence = Residence(target, blocks, params, worker, memory, num_on_device=number)
+            residence = Residence(
+                target,
+                blocks if params else (),
+                params,
+                worker,
+                memory,
+                tables=tables,
+                num_on_device=number,
+            )
+            undo += [
+                let_scales_land(),
+                *tell_device(target),
+                residence.release,
+                *residence.start(),
+                *move_with(target, residence),
+                *look_up_on_host(target, residence),
+            ]
+        if params:
             frozen = [param for param in params if not param.requires_grad]
             changes.append(
                 f"{len(params) - len(frozen)} weights, their gradients and optimizer state"
@@ -303,8 +312,7 @@ class Offloading(Technique[nn.Module]):
             )
             if is_streamed:
                 changes.append(f"weights of {len(blocks)} blocks on the device when they compute")
-            undo += [residence.release, *residence.start(), *move_with(target, residence)]
-        if self.has_weights and (left or not params):
+        if self._kinds & _OF_WEIGHTS and (left or not params):
             skipped.append(f"weights on the device: {left or 'none is trained'}")
         if "activations" in self._kinds and blocks:
             copies_of = functools.partial(copies_for, worker=worker, memory=memory)
@@ -314,36 +322,36 @@ class Offloading(Technique[nn.Module]):
         elif "activations" in self._kinds:
             skipped.append("activations on the device: no repeated block was found")
         handle = OffloadingHandle(target, changes, skipped, undo)
-        handle.residence, handle.tables, handle.memory = residence, tables, memory
+        handle.residence, handle.memory = residence, memory
         return handle
 
-    def _chosen(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[list[nn.Parameter], str]:
+    def _chosen(
+        self, model: nn.Module, blocks: Sequence[Block], tables: Sequence[nn.Parameter]
+    ) -> tuple[list[nn.Parameter], str]:
         """Return the parameters to offload, and a text about the others."""
-        if not self.has_weights:
+        if not self._kinds & _OF_WEIGHTS:
             return [], ""
         is_streamed = "parameters" in self._kinds
         in_blocks = {p for block in blocks for p in block.module.parameters() if is_streamed}
-        return _chosen(model, in_blocks)
+        return _chosen(model, in_blocks, set(tables))
 
-    def _tables(self, model: nn.Module, worker: HostWorker) -> list[HostTable]:
+    def _tables(self, model: nn.Module) -> list[nn.Parameter]:
         if "embeddings" not in self._kinds:
             return []
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        trained = [
+        return [
             param
             for param in model.parameters()
             if id(param) in looked_up
             and param.requires_grad
+            and _is_plain(param)
             and param.nbytes >= self.min_table_bytes
         ]
-        if problems := [p for weight in trained for p in table_problems(model, weight)]:
-            raise IncompatibleError(self.name, problems)
-        return [HostTable(model, weight, worker) for weight in trained]
 
     @property
     def has_weights(self) -> bool:
         """Whether weights are updated on the host."""
-        return bool(self._kinds & {"optimizer", "parameters"})
+        return bool(self._kinds & {*_OF_WEIGHTS, "embeddings"})
 
     @property
     def _kinds(self) -> set[str]:
@@ -369,20 +377,21 @@ class Offloading(Technique[nn.Module]):
         """
         problems = wrapper_problems(optimizer)
         what = f"`{type(optimizer).__name__}`"
-        residence, tables = _offloaded_of(optimizer)
-        if residence is None and not tables:
+        residence = _residence_of(optimizer)
+        if residence is None:
             why, fix = "it trains no offloaded parameter", "Apply `Offloading` to its model first."
             problems.append(Problem(what, why, fix))
-        if host_updates_of(optimizer) is not None or any(t.updates is not None for t in tables):
+        if host_updates_of(optimizer) is not None:
             fix = "Undo the first handle."
             problems.append(Problem(what, "it updates in the background already", fix))
+        if residence is not None and _couples(optimizer, residence):
+            why = "it couples parameters on the host with others on the device"
+            fix = f"Use an optimizer such as AdamW, or set `{self.argument}=None`."
+            problems.append(Problem(what, why, fix))
         if problems:
             raise IncompatibleError(self.name, problems)
-        undo: list[Callable[[], Any]] = []
-        if tables:
-            undo += RowUpdates(optimizer, tables).start(replaces_step=residence is None)
-        if residence is not None:
-            undo += HostUpdates(optimizer, residence).start()
+        assert residence is not None, "otherwise there is a problem"
+        undo = HostUpdates(optimizer, residence).start()
         return Handle(optimizer, (f"{type(optimizer).__name__}: updates on the host",), undo=undo)
 
     def _bytes_of(self, params: Sequence[nn.Parameter]) -> int:
@@ -393,15 +402,21 @@ class Offloading(Technique[nn.Module]):
 
 def trains_offloaded(optimizer: Optimizer) -> bool:
     """Return whether an optimizer trains what is on the host."""
-    return any(_offloaded_of(optimizer))
+    return _residence_of(optimizer) is not None
 
 
-def _offloaded_of(optimizer: Optimizer) -> tuple[Residence | None, list[HostTable]]:
+def _residence_of(optimizer: Optimizer) -> Residence | None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = (residence_with(param) for param in params)
-    hosts = (host_weight_of(param) for param in params)
-    residence = next((each for each in found if each is not None), None)
-    return residence, [host for host in hosts if isinstance(host, HostTable)]
+    return next((each for each in found if each is not None), None)
+
+
+# LBFGS joins all gradients in one tensor, which can be on one device only.
+def _couples(optimizer: Optimizer, residence: Residence) -> bool:
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    is_mixed = any(residence.part_of(param) is None for param in params)
+    is_on_gpu = any(map(on_cuda, params)) or residence.device.type == "cuda"
+    return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu
 
 
 def compiled_problem(name: str) -> Problem:
@@ -419,7 +434,9 @@ def _is_valid(what: object) -> bool:
 
 
 # Those in blocks are streamed even if they are frozen.
-def _chosen(model: nn.Module, in_blocks: Set[nn.Parameter]) -> tuple[list[nn.Parameter], str]:
+def _chosen(
+    model: nn.Module, in_blocks: Set[nn.Parameter], tables: Set[nn.Parameter]
+) -> tuple[list[nn.Parameter], str]:
     sparse = {
         param
         for module in model.modules()
@@ -432,7 +449,7 @@ def _chosen(model: nn.Module, in_blocks: Set[nn.Parameter]) -> tuple[list[nn.Par
     def reason(param: nn.Parameter) -> str:
         if not param.requires_grad and param not in in_blocks:
             return "frozen"
-        if host_weight_of(param) is not None:
+        if param in tables:
             return "looked up on the host"
         if not _is_plain(param):
             return "of a special class"

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.optimizer_in_backward.updates import GradientUpdates
 from lightning_memsave.techniques.optimizer_step import owns
 
@@ -90,7 +89,8 @@ class UpdatesInBackward(GradientUpdates):
     @property
     def bytes_at_a_time(self) -> int:
         """Bytes of host memory for gradients."""
-        return _NUM_SLABS * self._slab_bytes()
+        of_slabs = _NUM_SLABS * self._slab_bytes()  # 0 with tables alone
+        return of_slabs or super().bytes_at_a_time
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, part: Part) -> bool:
@@ -106,6 +106,12 @@ class UpdatesInBackward(GradientUpdates):
             raise IncompatibleError("optimizer_in_backward", [_not_in_background(optimizer)])
         with self._lock:
             self._mark_as_taken(optimizer, param)
+            if part in residence.tables:
+                self._submit()
+                self._open = _Open(part, _Slab(), {param: grad})
+                param.grad = None
+                self._submit()
+                return True
             form = part.form_of(param, None if self._clips else grad.dtype)
             gradients, slab = self._room_for(part, form)
             gradients[param] = slab.take(form)
@@ -173,8 +179,7 @@ class UpdatesInBackward(GradientUpdates):
         return [
             param
             for param in super()._updated_here(optimizer)
-            if host_weight_of(param) is None
-            and (residence is None or residence.part_of(param) is None)
+            if residence is None or residence.part_of(param) is None
         ]
 
 
