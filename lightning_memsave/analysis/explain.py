@@ -24,7 +24,6 @@ from lightning_memsave.explain.finding import Finding, label_of
 from lightning_memsave.explain.parameters import ParameterTable, parameter_table
 from lightning_memsave.explain.sentences import sentences_of
 from lightning_memsave.explain.what_if import WhatIf, attention_of
-from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning.remedies import Remedy, cheapest_that_fits, remedies_of
 from lightning_memsave.prediction.batch_sizes import find_sequence
 from lightning_memsave.prediction.cuda.gpus import Gpu, as_gpu
@@ -33,10 +32,9 @@ from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
 from lightning_memsave.prediction.training_step import TIME_LIMIT_S, MakeOptimizer, TrainingStep
 from lightning_memsave.report.page import PageTable
 from lightning_memsave.report.tree import parameter_tree
-from lightning_memsave.targets.batches import BatchSpec
 from lightning_memsave.targets.code import explained
 from lightning_memsave.targets.find import load_target
-from lightning_memsave.targets.target import Target, make_batch_spec
+from lightning_memsave.targets.target import Target, read_batch
 from lightning_memsave.trainer.precision import overflows_in_float16
 from lightning_memsave.units import format_bytes
 
@@ -62,15 +60,13 @@ def make_what_if(
         if settings is None and model.settings is not None:
             settings = MemSaveCallback(**with_instances(model.settings))
         trainer_arguments = {**model.trainer_arguments, **trainer_arguments}
-        if isinstance(batch, str | Mapping | list | tuple) and not _has_tensors(batch):
-            batch = make_batch_spec(batch, model)
+        if isinstance(batch, str):
+            batch, _ = read_batch(batch, model)
         source, model = model.parameter_source(), model.make
     elif not isinstance(model, nn.Module):
         source = _made_without_data(model)
     if isinstance(batch, str):
-        batch = make_batch_spec(batch)
-    if isinstance(batch, BatchSpec):
-        batch = batch.build_for_prediction()
+        batch, _ = read_batch(batch)
     elif inspect.isroutine(batch):
         batch = batch()
     step = TrainingStep(
@@ -97,10 +93,6 @@ def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None
         None if step.batch is None else find_sequence(step.batch, sequence_axis),
         isinstance(source, nn.Module) and bool(overflows_in_float16(source)),
     )
-
-
-def _has_tensors(batch: Any) -> bool:
-    return next(tensors_in_batch(batch), None) is not None
 
 
 def _made_without_data(make: Any) -> nn.Module:

@@ -10,7 +10,10 @@ from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
     add_model_arguments,
     add_step_arguments,
-    read_request,
+    notes_of,
+    predict_on,
+    read_gpus,
+    read_step,
     refuse_step_arguments,
     show_notes,
 )
@@ -133,15 +136,13 @@ def _json_of(name: str) -> dict[str, Any] | None:
 
 
 def _predicted(name: str, arguments: argparse.Namespace) -> _Case:
-    request = read_request(name, arguments)
-    prediction, fits = request.predict()
-    return _Case(name, prediction, fits, request.notes)
+    target, _, step = read_step(name, arguments)
+    prediction, fits = predict_on(read_gpus(arguments), target.name, step)
+    return _Case(name, prediction, fits, notes_of(target))
 
 
 def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Namespace) -> _Case:
-    from lightning_memsave.prediction.cuda.gpus import parse_gpu
-
-    gpus = [parse_gpu(part) for text in arguments.gpu for part in text.split(",")]
+    gpus = read_gpus(arguments)
     if gpus and prediction.device != "cuda":
         raise ConfigurationError(
             f"`{name}` is a prediction for {prediction.device}, but --gpu needs one for CUDA. "

@@ -243,7 +243,6 @@ class _Predictor:
     deadline_s: float
 
     def predict(self) -> MemoryPrediction:
-        module = self.fakes.copy_module(self.pl_module)
         step, package = self.step, package_of(self.pl_module)
         on_cuda = step.device == "cuda"
         arguments, trainer_arguments, assumptions = simulated_arguments(step, package)
@@ -272,7 +271,7 @@ class _Predictor:
         )
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
         with paged.looking():
-            recording = simulate_steps(module, batch, [callback], settings)
+            recording = simulate_steps(self.pl_module, batch, [callback], settings)
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
         return summarise(

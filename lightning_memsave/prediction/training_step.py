@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -64,25 +66,31 @@ class TrainingStep:
         _check_device(self.device)
         _check_time_limit(self.time_limit_s)
         _check_functions(self.optimizer, self.loss)
-        _check_settings(self.settings, self.make_callback)
+        _check_mapping(self.settings, "settings", '{"optimizer": "8bit"}')
+        self._given  # noqa: B018 - raises for invalid settings
         _check_trainer_arguments(self.trainer_arguments)
 
     def with_settings(self, changes: Mapping[str, Any]) -> Self:
         """Return the same step with some arguments of `MemSaveCallback` replaced."""
         return replace(self, settings={**self.settings, **changes})
 
-    @property
-    def arguments(self) -> dict[str, Any]:
+    @cached_property
+    def _given(self) -> Mapping[str, Any]:
+        given = {str(name): value for name, value in self.settings.items()}
+        return MappingProxyType(dict(self.make_callback(**given).arguments))
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
         """All arguments of `MemSaveCallback`; an ``"auto"`` precision is resolved."""
-        arguments = dict(self.make_callback(**self.settings).arguments)
+        arguments = dict(self._given)
         if with_stack(arguments)["precision"] == "auto":
             arguments["precision"] = self._auto_precision()
-        return arguments | dict.fromkeys(self.emulated)
+        return MappingProxyType(arguments | dict.fromkeys(self.emulated))
 
-    @property
+    @cached_property
     def emulated(self) -> dict[str, str]:
         """Settings of the stack that stay off without native bfloat16: value and reason by name."""
-        arguments = with_stack(self.make_callback(**self.settings).arguments)
+        arguments = with_stack(self._given)
         names = ("precision", "low_precision_weights")
         own = [name for name in names if name not in arguments["from_stack"]]
         chosen = str(self.trainer_settings.get("precision", 32))
@@ -98,18 +106,18 @@ class TrainingStep:
         values = {name: arguments[name] for name in names if name not in own}
         return {n: f"{value!r}: {EMULATED}" for n, value in values.items() if value is not None}
 
-    @property
-    def effective_settings(self) -> dict[str, Any]:
+    @cached_property
+    def effective_settings(self) -> Mapping[str, Any]:
         """All arguments of `MemSaveCallback`; ``"auto"`` is resolved to the stack's values."""
-        return with_stack(self.arguments)
+        return MappingProxyType(with_stack(self.arguments))
 
-    @property
-    def trainer_settings(self) -> dict[str, Any]:
+    @cached_property
+    def trainer_settings(self) -> Mapping[str, Any]:
         """The Trainer arguments that affect memory."""
         arguments = _select_memory_arguments(self.trainer_arguments)
         if 0 <= arguments.get("max_steps", -1) < MAX_STEPS:
             del arguments["max_steps"]
-        return arguments
+        return MappingProxyType(arguments)
 
     @property
     def precision(self) -> str:
@@ -130,9 +138,9 @@ class TrainingStep:
     def build_module(self, fakes: FakeTensors) -> Any:
         """Build the LightningModule on fake tensors; a plain module is wrapped in one."""
         module = self.model if isinstance(self.model, nn.Module) else _make(self.model)
-        if module is self.model:
-            trainer = getattr(module, "_trainer", None)
-            module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
+        # Also what a function returns: it may return the same module each time.
+        trainer = getattr(module, "_trainer", None)
+        module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
         if self.change is not None:
             self.change(module)
         return module if is_lightning(module) else wrap(module, self.optimizer, self.loss)
@@ -259,13 +267,6 @@ def _check_mapping(value: Any, name: str, example: str) -> None:
             f"`{name}={value!r}` is not a mapping of names to values. Write for example "
             f"`{name}={example}`."
         )
-
-
-def _check_settings(settings: Mapping[str, Any], make_callback: Callable[..., Any]) -> None:
-    _check_mapping(settings, "settings", '{"optimizer": "8bit"}')
-    make_callback(
-        **{str(name): value for name, value in settings.items()}
-    )  # raises for invalid ones
 
 
 def _check_trainer_arguments(arguments: Mapping[str, Any]) -> None:

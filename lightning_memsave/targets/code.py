@@ -80,15 +80,7 @@ Factory = Callable[..., Any]
 
 def find_factory(text: str) -> Factory:
     """Import a class or function that returns a module."""
-    where, _, name = text.rpartition(":")
-    if not where:
-        raise ConfigurationError(
-            f"`{text}` does not name a class and its module. Write `module:Class`, or "
-            "`path/to/file.py:Class`."
-        )
-    with importable(_folder_of(where)):
-        module = _import_file(where) if where.endswith(".py") else _import_module(where)
-        found = _attribute(module, where, name)
+    found = _find_object(text)
     if isinstance(found, nn.Module):
         raise ConfigurationError(
             f"`{text}` is a model that exists already and uses memory. Name its class, or a "
@@ -106,6 +98,30 @@ def find_factory(text: str) -> Factory:
         )
     result: Factory = found
     return result
+
+
+def call_for_batch(text: str) -> Any:
+    """Call the function without arguments that returns the batch."""
+    function = _find_object(text)
+    fix = "Name a function without arguments that returns a batch."
+    if not callable(function):
+        raise ConfigurationError(
+            f"`{text}` is a `{type(function).__name__}`, which cannot be called. {fix}"
+        )
+    with explained(f"`{text}`", fix), importable(_folder_of(text.rpartition(":")[0])):
+        return function()
+
+
+def _find_object(text: str) -> Any:
+    where, _, name = text.rpartition(":")
+    if not where:
+        raise ConfigurationError(
+            f"`{text}` does not name a class and its module. Write `module:Class`, or "
+            "`path/to/file.py:Class`."
+        )
+    with importable(_folder_of(where)):
+        module = _import_file(where) if where.endswith(".py") else _import_module(where)
+        return _attribute(module, where, name)
 
 
 def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -183,6 +199,10 @@ def _import_file(path: str) -> ModuleType:
         raise ConfigurationError(f"`{path}` does not exist. {fix}")
     # Prefixed, as another module may have the same name.
     name = f"_memsave_target_{Path(path).stem}"
+    known = sys.modules.get(name)
+    # A batch may be of a class beside the model, which must not exist twice.
+    if known is not None and getattr(known, "_memsave_file", None) == _state_of(path):
+        return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:  # pragma: no cover - not for a file named *.py
         raise ConfigurationError(f"`{path}` cannot be imported. Write `package.module:Class`.")
@@ -195,7 +215,12 @@ def _import_file(path: str) -> ModuleType:
     except ConfigurationError:
         del sys.modules[name]
         raise
+    vars(module)["_memsave_file"] = _state_of(path)
     return module
+
+
+def _state_of(path: str) -> tuple[Path, int]:
+    return Path(path).resolve(), Path(path).stat().st_mtime_ns
 
 
 def _attribute(module: ModuleType, where: str, name: str) -> Any:

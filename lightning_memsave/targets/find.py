@@ -7,22 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.targets.batches import BatchSpec, TensorSpec
 from lightning_memsave.targets.checkpoints import read_checkpoint
-from lightning_memsave.targets.code import files_like, find_factory, maker_of, parse_arguments
-from lightning_memsave.targets.hugging_face import TASKS, maker_of_config, read_config
+from lightning_memsave.targets.code import files_like, find_factory, maker_of
+from lightning_memsave.targets.hugging_face import maker_of_config, read_config
 from lightning_memsave.targets.lightning_yaml import read_lightning_config
-from lightning_memsave.targets.target import Target, make_batch_spec
-
-__all__ = [
-    "TASKS",
-    "BatchSpec",
-    "Target",
-    "TensorSpec",
-    "load_target",
-    "make_batch_spec",
-    "parse_arguments",
-]
+from lightning_memsave.targets.target import Target
 
 _FORMS = (
     "Pass `module:Class`, `path/to/file.py:Class`, a Hugging Face config.json or its folder, "

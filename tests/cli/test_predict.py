@@ -413,9 +413,15 @@ class TestBadInput:
         said = message_of(capsys, "predict", "gpt2", "--batch", "-1x8")
         assert "must be a whole number of at least 1" in said
 
-    def test_nested_batches_are_json(self, capsys):
+    def test_nested_batches_come_from_a_function(self, capsys, project):
         said = message_of(capsys, "predict", "net:Lit", "--batch", "in={x=float32[8,64]}")
-        assert '{"in": {"x": "float32[8,10]"}' in said
+        assert 'name a function that returns the batch: "file.py:function"' in said
+        code = "import torch\ndef make():\n    return torch.ones(8, 64), torch.zeros(8).long()\n"
+        (project / "batches.py").write_text(code)
+        made = json_of(capsys, "predict", "net:Lit", "--batch", "batches.py:make")
+        assert made["batch"] == "batches.py:make"
+        described = json_of(capsys, "predict", "net:Lit", "--batch", BATCH)
+        assert made["by_category"] == described["by_category"]
 
     @pytest.mark.parametrize(
         ("text", "said"),
