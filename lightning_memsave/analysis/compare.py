@@ -1,11 +1,8 @@
 """Compare the memory of two models, predictions or runs."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -13,11 +10,11 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.memory_changes import MemoryComparison
 from lightning_memsave.explain.model_changes import compare_parameters, compare_predictions
 from lightning_memsave.explain.parameters import ParameterTable, parameter_table
-from lightning_memsave.explain.report_changes import compare_reports
 from lightning_memsave.prediction.fake.tensors import allow_construction, fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.targets.code import explained
 from lightning_memsave.targets.find import load_target
+from lightning_memsave.targets.saved import SavedPrediction, as_saved, read_saved
 
 Comparable: TypeAlias = (
     nn.Module
@@ -30,24 +27,10 @@ Comparable: TypeAlias = (
 )
 """Models in any form, predictions, and reports of runs."""
 
-_WORDS = {
-    "parameters": "the parameters of a model",
-    "prediction": "a prediction",
-    "report": "the report of a run",
-}
 _FORMS = (
     "Pass a module, a function that returns one, a prediction, a mapping of names to shapes, or "
     "the path of a config, checkpoint, prediction or `memsave_report.json`."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One side of a comparison."""
-
-    kind: Literal["parameters", "prediction", "report"]
-    label: str
-    value: Any
 
 
 def compare_memory(
@@ -56,8 +39,8 @@ def compare_memory(
     """Show why the second model, prediction or run needs more memory than the first.
 
     Models are compared by their parameters, module by module, without running or allocating them.
-    Predictions are compared in bytes by category, phase and module; reports of runs in bytes by
-    category, and by the settings that were on.
+    Predictions are compared in bytes by category, phase and module; so are the predictions in the
+    reports of runs, beside the measured peaks.
 
     Args:
         a: The first side: a module; a function or class that returns one without arguments; a
@@ -92,69 +75,40 @@ def compare_memory(
             f"`labels={labels!r}` does not name both sides. Write for example "
             '`labels=("before", "after")`.'
         )
-    first, second = _read(a), _read(b)
-    names = labels or (first.label, second.label)
-    kinds = {first.kind, second.kind}
-    if kinds == {"parameters"}:
-        return compare_parameters(first.value, second.value, names)
-    if kinds == {"prediction"}:
-        return compare_predictions(first.value, second.value, names)
-    if "parameters" not in kinds:
-        return compare_reports(first.value, second.value, names)
+    (first, name), (second, other) = _read(a), _read(b)
+    names = labels or (name, other)
+    if isinstance(first, ParameterTable) and isinstance(second, ParameterTable):
+        return compare_parameters(first, second, names)
+    if isinstance(first, SavedPrediction) and isinstance(second, SavedPrediction):
+        measured = first.measured_bytes, second.measured_bytes
+        return compare_predictions(first.prediction, second.prediction, names, measured)
+    model, step = names if isinstance(first, ParameterTable) else names[::-1]
     raise ConfigurationError(
-        f"`{names[0]}` is {_WORDS[first.kind]} and `{names[1]}` is {_WORDS[second.kind]}: they "
-        "cannot be compared. Compare two of the same kind: predict the model with "
+        f"`{model}` is the parameters of a model and `{step}` a prediction: they cannot be "
+        "compared. Compare two of the same kind: predict the model with "
         "`predict_memory(model, batch)`, or pass the model of the other side."
     )
 
 
-def _read(side: Comparable) -> _Side:
+def _read(side: Comparable) -> tuple[ParameterTable | SavedPrediction, str]:
     if isinstance(side, MemoryPrediction):
-        return _Side("prediction", side.model, side)
+        return SavedPrediction(side), side.model
     if isinstance(side, ParameterTable):
-        return _Side("parameters", side.model, side)
+        return side, side.model
     if isinstance(side, nn.Module):
-        return _Side("parameters", type(side).__name__, parameter_table(side))
+        return parameter_table(side), type(side).__name__
     if isinstance(side, Mapping):
-        return _of_mapping(side, "mapping")
+        return as_saved(side, "mapping") or parameter_table(side, "mapping"), "mapping"
     if isinstance(side, str | os.PathLike):
-        return _of_path(os.fspath(side))
+        text = os.fspath(side)
+        saved = read_saved(text)
+        return saved or parameter_table(load_target(text).parameter_source(), text), text
     if not callable(side):
         raise ConfigurationError(f"A {type(side).__name__} cannot be compared. {_FORMS}")
     return _of_factory(side)
 
 
-def _of_mapping(found: Mapping[str, Any], label: str) -> _Side:
-    if "changes" in found and "settings" in found:
-        return _Side("report", label, found)
-    if "by_phase" in found and "modules" in found:
-        try:
-            prediction = MemoryPrediction.from_dict(found)
-        except (KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"`{label}` is an incomplete prediction ({error}). Write it again with "
-                "`MemoryPrediction.to_dict()`."
-            ) from error
-        return _Side("prediction", label, prediction)
-    return _Side("parameters", label, parameter_table(found, label))
-
-
-def _of_path(text: str) -> _Side:
-    path = Path(text)
-    if path.suffix == ".json" and path.is_file():
-        try:
-            found = json.loads(path.read_text())
-        except ValueError as error:  # also what is no text at all
-            raise ConfigurationError(
-                f"`{text}` is not JSON ({error}). Pass a report, a prediction or a config."
-            ) from error
-        if isinstance(found, dict) and {"changes", "by_phase"} & found.keys():
-            return _of_mapping(found, text)
-    table = parameter_table(load_target(text).parameter_source(), text)
-    return _Side("parameters", text, table)
-
-
-def _of_factory(factory: Callable[[], nn.Module]) -> _Side:
+def _of_factory(factory: Callable[[], nn.Module]) -> tuple[ParameterTable, str]:
     label = getattr(factory, "__name__", type(factory).__name__)
     fix = "Pass a function without arguments that returns the module, or the module itself."
     with fake_tensors(), explained(f"`{label}()`", fix), allow_construction():
@@ -166,4 +120,4 @@ def _of_factory(factory: Callable[[], nn.Module]) -> _Side:
         # A LightningModule may create its layers here; a second call must do nothing.
         if callable(configure := getattr(module, "configure_model", None)):
             configure()
-        return _Side("parameters", label, parameter_table(module))
+        return parameter_table(module), label
