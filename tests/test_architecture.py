@@ -413,7 +413,7 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.oom_observer": "_record_memory_history _snapshot",
     },
     "transformers and PEFT: written so in their own documentation, or without a public form": {
-        "explain.what_if": "_attn_implementation _attn_implementation_internal",
+        "prediction.what_if": "_attn_implementation _attn_implementation_internal",
         "modules.hugging_face": "_attn_implementation",
         "targets.hugging_face": "_from_config _model_mapping",
         "techniques.attention_kernel.technique": "_attn_implementation "

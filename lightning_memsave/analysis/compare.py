@@ -9,7 +9,7 @@ from torch import nn
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.memory_changes import MemoryComparison
 from lightning_memsave.explain.model_changes import compare_parameters, compare_predictions
-from lightning_memsave.explain.parameters import ParameterTable, parameter_table
+from lightning_memsave.measure.parameters import ParameterTable, parameter_table
 from lightning_memsave.prediction.fake.tensors import allow_construction, fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.targets.code import explained

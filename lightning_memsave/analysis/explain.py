@@ -21,15 +21,15 @@ from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.factors import explain_factors
 from lightning_memsave.explain.finding import Finding, label_of
-from lightning_memsave.explain.parameters import ParameterTable, parameter_table
 from lightning_memsave.explain.sentences import sentences_of
-from lightning_memsave.explain.what_if import WhatIf, attention_of
+from lightning_memsave.measure.parameters import ParameterTable, parameter_table
 from lightning_memsave.planning.remedies import Remedy, cheapest_that_fits, remedies_of
 from lightning_memsave.prediction.batch_sizes import find_sequence
 from lightning_memsave.prediction.cuda.gpus import Gpu, as_gpu
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
 from lightning_memsave.prediction.training_step import TIME_LIMIT_S, MakeOptimizer, TrainingStep
+from lightning_memsave.prediction.what_if import WhatIf, attention_of
 from lightning_memsave.report.page import PageTable
 from lightning_memsave.report.tree import parameter_tree
 from lightning_memsave.targets.code import explained

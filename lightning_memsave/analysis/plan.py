@@ -12,7 +12,6 @@ from lightning_memsave.analysis.predict import OFF
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.planning.search import PlanSearch, search_for
@@ -20,6 +19,7 @@ from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import MakeOptimizer
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.targets.target import Target
 from lightning_memsave.techniques.registry import entries, unused_details
 

@@ -9,10 +9,10 @@ from lightning_memsave.explain.dominant_parts import embedding_tables, explain_p
 from lightning_memsave.explain.finding import Figure, Finding, Verdict, finding_of, unknown_finding
 from lightning_memsave.explain.growth import batch_size, scores_of, sequence_length
 from lightning_memsave.explain.model_states import ModelStates, model_states
-from lightning_memsave.explain.parameters import ParameterTable, TensorEntry
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.prediction.peaks import NUM_LARGEST
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.units import format_bytes
 
 _MADE = ("activation", "temporary", "other")

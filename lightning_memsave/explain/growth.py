@@ -7,11 +7,11 @@ from fractions import Fraction
 from math import ceil, floor
 
 from lightning_memsave.explain.finding import Figure, Finding, finding_of, label_of, unknown_finding
-from lightning_memsave.explain.parameters import ParameterTable
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.units import format_bytes
 
 

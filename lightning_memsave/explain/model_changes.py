@@ -8,7 +8,7 @@ from torch import nn
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.explain.dominant_parts import shape_of
 from lightning_memsave.explain.memory_changes import Change, MemoryComparison, differing
-from lightning_memsave.explain.parameters import (
+from lightning_memsave.measure.parameters import (
     ParameterTable,
     TensorEntry,
     ancestors,

@@ -190,6 +190,10 @@ def _import_module(name: str) -> ModuleType:
         raise
 
 
+# File and time of its last change, by the name of its module.
+_imported: dict[str, tuple[Path, int]] = {}
+
+
 def _import_file(path: str) -> ModuleType:
     if not Path(path).is_file():
         folder = Path(path).parent
@@ -199,10 +203,10 @@ def _import_file(path: str) -> ModuleType:
         raise ConfigurationError(f"`{path}` does not exist. {fix}")
     # Prefixed, as another module may have the same name.
     name = f"_memsave_target_{Path(path).stem}"
-    known = sys.modules.get(name)
+    state = Path(path).resolve(), Path(path).stat().st_mtime_ns
     # A batch may be of a class beside the model, which must not exist twice.
-    if known is not None and getattr(known, "_memsave_file", None) == _state_of(path):
-        return known
+    if name in sys.modules and _imported.get(name) == state:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:  # pragma: no cover - not for a file named *.py
         raise ConfigurationError(f"`{path}` cannot be imported. Write `package.module:Class`.")
@@ -215,12 +219,8 @@ def _import_file(path: str) -> ModuleType:
     except ConfigurationError:
         del sys.modules[name]
         raise
-    vars(module)["_memsave_file"] = _state_of(path)
+    _imported[name] = state
     return module
-
-
-def _state_of(path: str) -> tuple[Path, int]:
-    return Path(path).resolve(), Path(path).stat().st_mtime_ns
 
 
 def _attribute(module: ModuleType, where: str, name: str) -> Any:

@@ -13,7 +13,7 @@ from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import RunPrediction
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from tests.tabular_bert import (
     LARGE_PARAMETERS,

@@ -22,9 +22,9 @@ from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
 from lightning_memsave.callbacks.oom_report import OutOfMemoryReport
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, MemsaveWarning
-from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.units import GIB
 from tests import out_of_memory

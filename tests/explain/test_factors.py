@@ -8,7 +8,7 @@ from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.factors import FACTORS, explain_factors
 from lightning_memsave.explain.growth import max_positions
-from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.batch_sizes import (
     find_sequence,
     with_length,

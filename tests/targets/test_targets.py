@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import BertConfig, GPT2Config, RobertaConfig, T5Config, ViTConfig
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.targets.batches import BatchSpec, TensorSpec
 from lightning_memsave.targets.code import parse_arguments

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_memsave.errors import MemsaveError
-from lightning_memsave.explain.parameters import ParameterTable
+from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.prediction.batch_sizes import (
     SequenceAxis,
     find_axis,
