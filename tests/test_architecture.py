@@ -26,7 +26,7 @@ ROOMS = (
     {"core"},
     {"techniques", "measure", "trainer"},
     {"prediction"},
-    {"doctor", "explain", "targets"},
+    {"doctor", "explain", "oom", "targets"},
     {"planning", "report"},
     {"callbacks"},
     {"analysis", "modules"},

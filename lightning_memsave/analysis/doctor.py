@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_memsave.analysis.predict import read_settings, with_instances
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.callbacks.report import installed_versions
+from lightning_memsave.core.versions import installed_versions
 from lightning_memsave.doctor.check import LocatedProblem, Subject
 from lightning_memsave.doctor.registry import run_checks
 from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors

@@ -22,7 +22,7 @@ from lightning_memsave.units import MIB
 
 if TYPE_CHECKING:
     from lightning_memsave.analysis.explain import MemoryExplanation
-    from lightning_memsave.explain.oom_diagnosis import Diagnosis
+    from lightning_memsave.oom.diagnosis import Diagnosis
     from lightning_memsave.prediction.result import GpuFit
 
 SUMMARY = "Show what uses the memory of a model and its training, and what would lower it."
@@ -86,9 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
-    from lightning_memsave.explain.oom_advice import RunFacts
-    from lightning_memsave.explain.oom_diagnosis import diagnose
-    from lightning_memsave.explain.oom_message import read_out_of_memory
+    from lightning_memsave.oom.advice import RunFacts
+    from lightning_memsave.oom.diagnosis import diagnose
+    from lightning_memsave.oom.message import read_out_of_memory
 
     if arguments.target is not None and arguments.batch is None:
         raise ConfigurationError(
