@@ -331,7 +331,7 @@ def callback_settings(
     found: Mapping[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Combine the settings of a YAML file with those of the command line."""
-    from lightning_memsave.analysis.predict import with_instances
+    from lightning_memsave.api import with_instances
     from lightning_memsave.callbacks.memsave import MemSaveCallback
 
     given = read_settings(arguments.set)

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; returns 1 if B does not fit one of the GPUs."""
-    from lightning_memsave.analysis.compare import compare_memory
+    from lightning_memsave.api import compare_memory
     from lightning_memsave.cli.arguments import running_code_of
 
     names = (arguments.a, arguments.b)

@@ -21,9 +21,9 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import MIB
 
 if TYPE_CHECKING:
-    from lightning_memsave.analysis.explain import MemoryExplanation
     from lightning_memsave.oom.diagnosis import Diagnosis
     from lightning_memsave.prediction.result import GpuFit
+    from lightning_memsave.report.explanation import MemoryExplanation
 
 SUMMARY = "Show what uses the memory of a model and its training, and what would lower it."
 EXAMPLES = """\
@@ -120,8 +120,9 @@ def _read(name: str) -> str:
 
 
 def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None") -> int:
-    from lightning_memsave.analysis.explain import explain_what_if, what_if_of
     from lightning_memsave.cli.arguments import running_code_of
+    from lightning_memsave.prediction.what_if import what_if_of
+    from lightning_memsave.report.explanation import explain_what_if
     from lightning_memsave.report.text import show
 
     if arguments.batch is None:

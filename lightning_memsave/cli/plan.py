@@ -147,9 +147,9 @@ def _cases(
     exactness: str,
     arguments: argparse.Namespace,
 ) -> list[_Case]:
-    from lightning_memsave.analysis.explain import what_if_of
-    from lightning_memsave.analysis.plan import budget_of, search_of, unchanged_step
     from lightning_memsave.planning.budget import margin_of
+    from lightning_memsave.planning.plan_step import budget_of, search_of, unchanged_step
+    from lightning_memsave.prediction.what_if import what_if_of
 
     unchanged: dict[object, MemoryPrediction] = {}
     searches: dict[object, PlanSearch] = {}

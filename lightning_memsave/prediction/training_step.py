@@ -23,6 +23,8 @@ from lightning_memsave.techniques.registry import with_stack
 from lightning_memsave.trainer.precision import full_name
 
 TIME_LIMIT_S = 300.0
+OFF: Mapping[str, Any] = {"stack": "off"}
+"""Arguments of `MemSaveCallback` with which nothing is on."""
 MakeOptimizer = Callable[..., Optimizer]
 ComputeLoss = Callable[[Any, Any], Tensor]
 _CAPABILITY = (8, 0)  # assumed if no GPU is named

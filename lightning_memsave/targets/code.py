@@ -22,7 +22,7 @@ from torch import nn
 from lightning_memsave.core.files import is_installed
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import ConfigurationError, MemsaveError
-from lightning_memsave.prediction.fake.tensors import allow_construction, remedy_for
+from lightning_memsave.prediction.fake.tensors import allow_construction, fake_tensors, remedy_for
 
 _MAX_LENGTH = 300
 
@@ -145,6 +145,24 @@ def checked_module(name: str, made: object) -> nn.Module:
         f"`{name}` returned a `{type(made).__name__}`, which is not an `nn.Module`. Return the "
         "model only."
     )
+
+
+def build_without_data(make: Any) -> nn.Module:
+    """Call a function that returns a module, on fake tensors; it may create its layers later."""
+    name = getattr(make, "__name__", type(make).__name__)
+    fix = "Pass a function without arguments that returns the module, or the module itself."
+    if not callable(make):
+        raise ConfigurationError(f"A {type(make).__name__} is not a model. {fix}")
+    with fake_tensors(), explained(f"`{name}()`", fix), allow_construction():
+        module = make()
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(
+                f"`{name}()` returned a {type(module).__name__}, not a module. {fix}"
+            )
+        # A LightningModule may create its layers here; a second call must do nothing.
+        if callable(configure := getattr(module, "configure_model", None)):
+            configure()
+        return module
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memsave.analysis.compare import compare_memory
+from lightning_memsave.api import compare_memory
 from lightning_memsave.cli.main import main
 from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of, run_process, write_project
 

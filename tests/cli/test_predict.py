@@ -12,8 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch.utils.data import DataLoader
 
-from lightning_memsave.analysis.explain import explain_memory
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import explain_memory, predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.main import main
 from lightning_memsave.prediction.result import MemoryPrediction

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.analysis.explain import make_what_if
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import make_what_if, predict_memory
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.factors import FACTORS, explain_factors

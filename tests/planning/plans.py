@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_memsave.analysis.explain import make_what_if
+from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.planning.recorded_blocks import value_of
 from lightning_memsave.planning.search import PlanSearch

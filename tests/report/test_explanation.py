@@ -6,8 +6,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_memsave.analysis.explain import explain_memory
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import explain_memory, predict_memory
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.model_states import ModelStates
 from lightning_memsave.targets.find import load_target

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import predict_memory
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
 from lightning_memsave.units import format_bytes
-from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
-from tests.analysis.counting import count, count_by_category, predict, settings_for
 from tests.helpers import ResidentGrowth, set_clock
 from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
+from tests.prediction.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
+from tests.prediction.counting import count, count_by_category, predict, settings_for
 
 
 def _in_turns(name: str) -> tuple[str, ...]:

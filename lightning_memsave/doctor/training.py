@@ -1,23 +1,17 @@
-"""Check a model and its training for traps that cost memory or time."""
+"""What is found wrong with a model and its training: the result of `check_training`."""
 
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from lightning_memsave.analysis.predict import read_settings, with_instances
-from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.versions import installed_versions
 from lightning_memsave.doctor.check import LocatedProblem, Subject
 from lightning_memsave.doctor.registry import run_checks
 from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors
 from lightning_memsave.prediction.fit_start import FitStart, start_fit
-from lightning_memsave.prediction.training_step import MakeOptimizer, TrainingStep
-from lightning_memsave.targets.find import load_target
-from lightning_memsave.targets.target import Target
+from lightning_memsave.prediction.training_step import TrainingStep
 from lightning_memsave.trainer.nested_fit import quiet
 
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "nvidia-ml-py", "nvidia-ml-py3")
@@ -77,69 +71,13 @@ def _indented(text: str) -> str:
     return _wrapped(text, "  ")
 
 
-def check_training(
-    model: str | os.PathLike[str] | Target | nn.Module | Callable[[], nn.Module],
-    optimizer: MakeOptimizer | None = None,
-    settings: Mapping[str, Any] | MemSaveCallback | None = None,
-    *,
-    trainer_arguments: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
+def check_step(
+    step: TrainingStep, *, has_callback: bool, environment: Mapping[str, str] | None = None
 ) -> TrainingCheck:
-    """Check a model and its training for traps that cost memory or time.
-
-    The code of the LightningModule is read, the start of a fit runs on fake tensors, and the
-    environment is looked at. No batch and no GPU is needed, and no training step runs.
-
-    Args:
-        model: A LightningModule, any other module, or a function without arguments that returns
-            one; or the name of one, as for ``memsave doctor``.
-        optimizer: For modules that are not LightningModules: a class or function that gets the
-            parameters. Default: AdamW.
-        settings: Arguments of `MemSaveCallback` by name, or a `MemSaveCallback`; in a mapping,
-            techniques that are not named are off. Default: those of the YAML file; without a
-            callback, its settings are not checked.
-        trainer_arguments: Arguments of the Trainer, such as ``precision``, added to those of the
-            YAML file.
-        environment: Environment variables. Default: those of this process.
-
-    Returns:
-        The problems.
-
-    Raises:
-        ConfigurationError: If arguments are wrong, or the module cannot be created or copied.
-
-    Note:
-        A check reports only what is certain from the code. Code that it cannot read, or values that
-        it cannot follow, are no problem to it. The hooks of the module up to ``on_fit_start`` run,
-        except for ``prepare_data``.
-
-    Example:
-        >>> import torch
-        >>> check = check_training(nn.Linear(2, 2), environment={"CUDA_LAUNCH_BLOCKING": "1"})
-        >>> [problem.check for problem in check.problems]
-        ['debug_settings']
-    """
-    if isinstance(model, str | os.PathLike):
-        model = load_target(model)
-    trainer_arguments = dict(trainer_arguments or {})
+    """Check a step without its batch; without a callback its settings are not checked."""
     notes: tuple[str, ...] = ()
-    make: Any = model
-    if isinstance(model, Target):
-        model.module_without_data  # noqa: B018 - says what is missing
-        make = model.make
-        trainer_arguments = {**model.trainer_arguments, **trainer_arguments}
-        if settings is None and model.settings is not None:
-            settings = MemSaveCallback(**with_instances(model.settings))
-    step = TrainingStep(
-        make,
-        None,
-        MemSaveCallback,
-        read_settings(settings),
-        optimizer,
-        trainer_arguments=trainer_arguments,
-    )
     with quiet(), fake_tensors() as fakes:
-        start, problems = _start(step, fakes, settings is not None)
+        start, problems = _start(step, fakes, has_callback)
         if start.failure:
             notes = (
                 f"a fit could not be started without data, so its optimizers were not checked "
@@ -149,7 +87,7 @@ def check_training(
         subject = Subject(
             module,
             step.precision,
-            trainer_arguments,
+            step.trainer_arguments,
             step.effective_settings,
             start.optimizers,
             problems,

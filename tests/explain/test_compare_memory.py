@@ -7,8 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_memsave.analysis.compare import compare_memory
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import compare_memory, predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import RunPrediction
 from lightning_memsave.core.memory import MemoryBreakdown
