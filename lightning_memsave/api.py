@@ -24,9 +24,9 @@ from lightning_memsave.prediction.training_step import (
     MakeOptimizer,
     TrainingStep,
 )
+from lightning_memsave.prediction.user_code import build_without_data, explained
 from lightning_memsave.prediction.what_if import WhatIf, what_if_of
 from lightning_memsave.report.explanation import MemoryExplanation, explain_what_if
-from lightning_memsave.targets.code import build_without_data, explained
 from lightning_memsave.targets.comparable import Comparable, read_comparable
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.saved import SavedPrediction

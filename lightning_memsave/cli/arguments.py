@@ -192,7 +192,7 @@ def running_code_of(name: str) -> Iterator[None]:
 
 
 def _in_one_line(name: str, failure: BaseException) -> str:
-    from lightning_memsave.targets.code import explained
+    from lightning_memsave.prediction.user_code import explained
 
     fix = (
         "Check that --batch lists the tensors that the model expects, with their dtypes and sizes."

@@ -7,9 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,25 +17,9 @@ import torch
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
 
-from lightning_memsave.core.files import is_installed
 from lightning_memsave.core.names import did_you_mean
-from lightning_memsave.errors import ConfigurationError, MemsaveError
-from lightning_memsave.prediction.fake.tensors import allow_construction, fake_tensors, remedy_for
-
-_MAX_LENGTH = 300
-
-
-@contextlib.contextmanager
-def explained(what: str, fix: str) -> Iterator[None]:
-    """Convert exceptions of user code into a `ConfigurationError` with a remedy."""
-    try:
-        yield
-    except MemsaveError:
-        raise
-    except (Exception, SystemExit) as error:
-        said = _in_brief(f"{type(error).__name__}: {error}")
-        fix = remedy_for(error) or fix
-        raise ConfigurationError(f"{what} failed{_place(error)} ({said}). {fix}") from error
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.user_code import build_module, explained
 
 
 @contextlib.contextmanager
@@ -50,29 +32,6 @@ def importable(folder: str | None = None) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(path)
-
-
-# torch lists all backends if it has no kernel for one of them.
-def _in_brief(text: str) -> str:
-    text = " ".join(text.split()).rstrip(".")
-    if len(text) <= _MAX_LENGTH:
-        return text
-    first = re.split(r"(?<=[.!?])\s+(?=[A-Z'`\"])", text, maxsplit=1)[0].rstrip(".")
-    return first if len(first) <= _MAX_LENGTH else f"{first[:_MAX_LENGTH]} ..."
-
-
-_PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
-
-
-# The innermost line of the user's own code.
-def _place(error: BaseException) -> str:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not is_installed(frame.filename)
-        and not frame.filename.startswith(("<frozen", _STANDARD_LIBRARY, _PACKAGE))
-    ]
-    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 Factory = Callable[..., Any]
@@ -131,38 +90,10 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
     def make() -> nn.Module:
         fix = "Does it run in a training script?"
-        with explained(f"`{text}`", fix), importable(folder), allow_construction():
-            return checked_module(text, factory(**arguments))
+        with importable(folder):
+            return build_module(functools.partial(factory, **arguments), text, fix)
 
     return make
-
-
-def checked_module(name: str, made: object) -> nn.Module:
-    """Check that a factory returned a module, and return it."""
-    if isinstance(made, nn.Module):
-        return made
-    raise ConfigurationError(
-        f"`{name}` returned a `{type(made).__name__}`, which is not an `nn.Module`. Return the "
-        "model only."
-    )
-
-
-def build_without_data(make: Any) -> nn.Module:
-    """Call a function that returns a module, on fake tensors; it may create its layers later."""
-    name = getattr(make, "__name__", type(make).__name__)
-    fix = "Pass a function without arguments that returns the module, or the module itself."
-    if not callable(make):
-        raise ConfigurationError(f"A {type(make).__name__} is not a model. {fix}")
-    with fake_tensors(), explained(f"`{name}()`", fix), allow_construction():
-        module = make()
-        if not isinstance(module, nn.Module):
-            raise ConfigurationError(
-                f"`{name}()` returned a {type(module).__name__}, not a module. {fix}"
-            )
-        # A LightningModule may create its layers here; a second call must do nothing.
-        if callable(configure := getattr(module, "configure_model", None)):
-            configure()
-        return module
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:

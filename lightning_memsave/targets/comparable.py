@@ -9,7 +9,7 @@ from torch import nn
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.parameters import ParameterTable, parameter_table
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.targets.code import build_without_data
+from lightning_memsave.prediction.user_code import build_without_data
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.saved import SavedPrediction, as_saved, read_saved
 

@@ -38,7 +38,7 @@ def as_saved(found: Any, name: str) -> SavedPrediction | None:
     """Read a prediction or a report; ``None`` if it is neither."""
     keys = found.keys() if isinstance(found, Mapping) else set()
     if {"changes", "settings"} <= keys:
-        predicted = found.get("predicted") or {}
+        predicted = _section(found, "predicted")
         if "by_phase" not in predicted:
             why = f" ({predicted['note']})" if "note" in predicted else ""
             raise ConfigurationError(
@@ -54,8 +54,13 @@ def as_saved(found: Any, name: str) -> SavedPrediction | None:
 
 # On CUDA a run measures blocks of the allocator.
 def _measured(report: Mapping[str, Any]) -> int | None:
-    measured = report.get("measured") or {}
+    measured = _section(report, "measured")
     return measured.get("allocated_bytes") or measured.get("peak_bytes")
+
+
+def _section(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = report.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _prediction(found: Mapping[str, Any], name: str) -> MemoryPrediction:

@@ -196,9 +196,9 @@ def test_says_what_is_missing_on_a_small_card():
 
 
 def test_refuses_what_is_no_model():
-    with pytest.raises(ConfigurationError, match="Pass a function"):
+    with pytest.raises(ConfigurationError, match=r"neither a module.*Pass the module"):
         explain_memory(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="Pass a function"):
+    with pytest.raises(ConfigurationError, match=r"returned int.*Return the module"):
         explain_memory(lambda: 3)  # type: ignore[arg-type, return-value]
 
 

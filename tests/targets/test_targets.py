@@ -195,7 +195,7 @@ class TestFactory:
     @pytest.mark.parametrize(
         ("name", "parts"),
         [
-            ("make_pair", ("returned a `tuple`", "model only")),
+            ("make_pair", ("returned tuple", "Return the module only")),
             ("fails", ("KeyError: 'width'", "models.py, line")),
             ("leaves", ("SystemExit",)),
             ("needs_gpu", ("requires a GPU", "models.py, line", "torch.cuda.is_available()")),
