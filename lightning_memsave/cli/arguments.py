@@ -309,8 +309,10 @@ def _check_device(arguments: argparse.Namespace) -> None:
 
 
 def _check_optimizer(target: "Target") -> None:
+    from lightning_memsave.prediction.wrapped_module import is_lightning
+
     module = target.module_without_data
-    if any(cls.__name__ == "LightningModule" for cls in type(module).__mro__):
+    if is_lightning(module):
         raise ConfigurationError(
             f"--optimizer is for models without one, but `{type(module).__name__}` has its own in "
             "`configure_optimizers`. Remove it; for the 8-bit form of that optimizer write "
