@@ -32,7 +32,7 @@ CODE := lightning_memsave tests examples benchmarks
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 
 KERNEL_TESTS := $(PYTEST) -n $(WORKERS) tests/measure/test_live_tensors.py tests/measure/test_peak.py \
-	tests/prediction/test_peaks.py tests/analysis/test_predict.py \
+	tests/prediction/test_peaks.py tests/prediction/test_predict.py \
 	-k "not test_predict or lstm or convolutions or unet or diffusion"
 
 CORE_TESTS := tests/techniques/test_contract.py tests/callbacks/test_memsave.py \

@@ -9,11 +9,11 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_memsave.analysis.compare import compare_memory as compare_memory
-    from lightning_memsave.analysis.doctor import check_training as check_training
-    from lightning_memsave.analysis.explain import explain_memory as explain_memory
-    from lightning_memsave.analysis.plan import plan_memory as plan_memory
-    from lightning_memsave.analysis.predict import predict_memory as predict_memory
+    from lightning_memsave.api import check_training as check_training
+    from lightning_memsave.api import compare_memory as compare_memory
+    from lightning_memsave.api import explain_memory as explain_memory
+    from lightning_memsave.api import plan_memory as plan_memory
+    from lightning_memsave.api import predict_memory as predict_memory
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
     from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
     from lightning_memsave.callbacks.oom_observer import OOMObserver as OOMObserver
@@ -106,12 +106,12 @@ _MODULES = {
     "Offloading": "techniques.offloading.technique",
     "OptimizerInBackward": "techniques.optimizer_in_backward.technique",
     "PeakMemory": "measure.peak",
-    "check_training": "analysis.doctor",
-    "compare_memory": "analysis.compare",
-    "explain_memory": "analysis.explain",
+    "check_training": "api",
+    "compare_memory": "api",
+    "explain_memory": "api",
     "find_blocks": "core.blocks",
-    "plan_memory": "analysis.plan",
-    "predict_memory": "analysis.predict",
+    "plan_memory": "api",
+    "predict_memory": "api",
     "write_page": "report.page",
 }
 

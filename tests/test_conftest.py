@@ -10,8 +10,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave.measure.live_tensors import LiveTensors
-from tests.analysis.architectures import Architecture, Lit
-from tests.analysis.counting import count
 from tests.conftest import (
     ProcessState,
     leave_for_other_commits,
@@ -19,6 +17,8 @@ from tests.conftest import (
     take_turns,
 )
 from tests.helpers import IN_CI, ResidentGrowth, nothing_waits
+from tests.prediction.architectures import Architecture, Lit
+from tests.prediction.counting import count
 
 
 class _Fails(Lit):

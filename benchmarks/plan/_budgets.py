@@ -22,7 +22,7 @@ from benchmarks._common import markdown_table, run_in_process
 from benchmarks._training import LanguageModel, fit
 from benchmarks.faults._fits import digest
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.analysis.explain import make_what_if
+from lightning_memsave.api import make_what_if
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning import search
 from lightning_memsave.planning.plan import Plan

@@ -39,8 +39,8 @@ def measure(name: str) -> dict[str, dict[str, Any]]:
         For each setting ``predicted_bytes``, ``counted_bytes`` and ``seconds`` of the prediction.
     """
     # The architectures stand with the tests that demand equality.
-    from tests.analysis.architectures import ARCHITECTURES, SETTINGS  # noqa: PLC0415
-    from tests.analysis.counting import count, predict, settings_for  # noqa: PLC0415
+    from tests.prediction.architectures import ARCHITECTURES, SETTINGS  # noqa: PLC0415
+    from tests.prediction.counting import count, predict, settings_for  # noqa: PLC0415
 
     architecture, found = ARCHITECTURES[name], {}
     for setting in SETTINGS:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only_deep:
         print(json.dumps(predict_deep(options.only_deep)))
         return 0
-    from tests.analysis.architectures import ARCHITECTURES  # noqa: PLC0415
+    from tests.prediction.architectures import ARCHITECTURES  # noqa: PLC0415
 
     exactness = {}
     for name in options.architectures or ARCHITECTURES:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_probes import (
     PEAKS,
     CudaProbe,
@@ -17,10 +16,10 @@ from lightning_memsave.callbacks.memory_summary import (
     Predicted,
     print_summary,
 )
-from lightning_memsave.callbacks.settings.setting import describe
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.distributed import reduce_over_ranks
+from lightning_memsave.trainer.failures import attempted, describe, say
 from lightning_memsave.trainer.hooks import CallbackBase, log_info
 from lightning_memsave.trainer.trainer import first_of, logged_step
 

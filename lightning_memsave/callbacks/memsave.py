@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from lightning_memsave.callbacks import report as _report
-from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
@@ -28,6 +26,7 @@ from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
+from lightning_memsave.oom.report import add_advice, out_of_memory_in
 from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -43,6 +42,7 @@ from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import entries, with_plan, with_stack
 from lightning_memsave.techniques.waiting_state import leave_on_host
+from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.trainer import (

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.oom_remedies import add_predictions, predict_remedies
-from lightning_memsave.callbacks.oom_report import (
+from lightning_memsave.callbacks.settings.arguments import time_limit
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.oom.report import (
     SNAPSHOT_NAME,
     BatchTensor,
     OutOfMemoryReport,
@@ -21,10 +23,7 @@ from lightning_memsave.callbacks.oom_report import (
     out_of_memory_in,
     write_files,
 )
-from lightning_memsave.callbacks.settings.arguments import time_limit
-from lightning_memsave.callbacks.settings.setting import describe
-from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.trainer.failures import attempted, describe, say
 from lightning_memsave.trainer.hooks import CallbackBase
 
 PREDICT_LIMIT_S = 60.0

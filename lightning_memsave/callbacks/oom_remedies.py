@@ -6,14 +6,14 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.callbacks.oom_report import OutOfMemoryReport
 from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.errors import MemsaveError
-from lightning_memsave.explain.parameters import parameter_table
-from lightning_memsave.explain.what_if import WhatIf
+from lightning_memsave.measure.parameters import parameter_table
+from lightning_memsave.oom.report import OutOfMemoryReport
 from lightning_memsave.planning.remedies import Remedy, remedies_of
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.report.page import make_page
 from lightning_memsave.trainer.precision import overflows_in_float16
 from lightning_memsave.trainer.trainer import first_of

@@ -1,8 +1,6 @@
 """What a run did, as a table for people and as JSON for programs."""
 
-import importlib.metadata
 import json
-import platform
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +14,11 @@ from rich.text import Text
 
 from lightning_memsave.core.files import write_file
 from lightning_memsave.core.technique import Row
+from lightning_memsave.core.versions import versions
 from lightning_memsave.errors import MemsaveWarning
 
 REPORT_NAME = "memsave_report.json"
 
-_PACKAGES = (
-    "lightning-memsave",
-    "torch",
-    "lightning",
-    "pytorch-lightning",
-    "transformers",
-    "bitsandbytes",
-)
 _WIDTH = 100
 
 
@@ -59,22 +50,6 @@ def plain_lines(rows: Iterable[Row]) -> list[str]:
         details = "; ".join(row.details)
         lines.append(f"  {row.name}={row.value}: {row.status}{exactness}. {details}".rstrip(" ."))
     return lines
-
-
-def versions() -> dict[str, str]:
-    """Read the versions of what a run depends on."""
-    return {"python": platform.python_version(), **installed_versions(_PACKAGES)}
-
-
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Read the versions of packages."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def plain(value: Any) -> Any:

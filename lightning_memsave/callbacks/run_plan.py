@@ -14,14 +14,14 @@ from lightning_memsave.callbacks.settings.arguments import make_settings
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
-from lightning_memsave.explain.parameters import parameter_table
-from lightning_memsave.explain.what_if import WhatIf, attention_of
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
+from lightning_memsave.prediction.what_if import WhatIf, attention_of
 from lightning_memsave.techniques.registry import entries, values_of
 from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
 from lightning_memsave.trainer.first_batch import first_batch

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.errors import ConfigurationError, MemsaveError
@@ -48,8 +48,9 @@ def add_step_arguments(
         "--batch",
         required=needs_batch,
         metavar="SIZES",
-        help="samples x tokens for a Hugging Face model, such as 8x512, or dtype and sizes of each "
-        "tensor: 'x=float32[8,3,224,224],y=int64[8]<10', or 'float32[8,10],int64[8]' for a tuple",
+        help="samples x tokens for a Hugging Face model, such as 8x512; or dtype and sizes of each "
+        "tensor: 'x=float32[8,3,224,224],y=int64[8]<10', without names for a tuple; or a function "
+        "that returns the batch: module:function, file.py:function",
     )
     group.add_argument(
         "--gpu",
@@ -191,7 +192,7 @@ def running_code_of(name: str) -> Iterator[None]:
 
 
 def _in_one_line(name: str, failure: BaseException) -> str:
-    from lightning_memsave.targets.code import explained
+    from lightning_memsave.prediction.user_code import explained
 
     fix = (
         "Check that --batch lists the tensors that the model expects, with their dtypes and sizes."
@@ -207,40 +208,39 @@ if TYPE_CHECKING:
     from lightning_memsave.prediction.cuda.gpus import Gpu
     from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
     from lightning_memsave.prediction.training_step import TrainingStep
-    from lightning_memsave.targets.batches import BatchSpec
     from lightning_memsave.targets.target import Target
 
 _PATTERNS = ("keep_32bit", "force_8bit")
 _ONE_DEVICE = (None, "auto", "ddp", "single_device")
 
 
-@dataclass(frozen=True)
-class Request:
-    """A parsed command line: the model, its training step, and the GPUs to check."""
+def read_gpus(arguments: argparse.Namespace) -> tuple["Gpu", ...]:
+    """Read the GPUs that the step should fit."""
+    from lightning_memsave.prediction.cuda.gpus import parse_gpu
 
-    target: "Target"
-    batch: "BatchSpec | None"
-    step: "TrainingStep"
-    gpus: tuple["Gpu", ...] = ()
-    notes: tuple[str, ...] = ()
+    return tuple(parse_gpu(part) for text in arguments.gpu for part in text.split(","))
 
-    def predict(
-        self, settings: Mapping[str, Any] | None = None
-    ) -> tuple["MemoryPrediction", tuple["GpuFit", ...]]:
-        """Predict the step for each GPU."""
-        from lightning_memsave.prediction.predict import predict
 
-        step = _with_settings(self.step, settings or {})
-        found: dict[object, MemoryPrediction] = {}
-        fits = []
-        for gpu in self.gpus or (None,):
-            key = kernels_of(gpu)
-            if key not in found:
-                with running_code_of(self.target.name):
-                    found[key] = predict(replace(step, gpu=gpu))
-            if gpu is not None:
-                fits.append(found[key].fits(gpu))
-        return next(iter(found.values())), tuple(fits)
+def predict_on(
+    gpus: Sequence["Gpu"],
+    name: str,
+    step: "TrainingStep",
+    settings: Mapping[str, Any] | None = None,
+) -> tuple["MemoryPrediction", tuple["GpuFit", ...]]:
+    """Predict the step of the model called ``name`` for each GPU."""
+    from lightning_memsave.prediction.predict import predict
+
+    step = _with_settings(step, settings or {})
+    found: dict[object, MemoryPrediction] = {}
+    fits = []
+    for gpu in gpus or (None,):
+        key = kernels_of(gpu)
+        if key not in found:
+            with running_code_of(name):
+                found[key] = predict(replace(step, gpu=gpu))
+        if gpu is not None:
+            fits.append(found[key].fits(gpu))
+    return next(iter(found.values())), tuple(fits)
 
 
 # GPUs of one generation run the same kernels, but for those of 8.6 and 8.9 beside 8.0.
@@ -258,16 +258,17 @@ def _with_settings(step: "TrainingStep", settings: Mapping[str, Any]) -> "Traini
     return replace(step, trainer_arguments=given)
 
 
-def read_request(name: str, arguments: argparse.Namespace) -> Request:
-    """Load the model called ``name`` and describe its training step."""
+def read_step(
+    name: str, arguments: argparse.Namespace
+) -> tuple["Target", str | None, "TrainingStep"]:
+    """Load the model called ``name``, what its batch is, and its training step."""
     from lightning_memsave.callbacks.memsave import MemSaveCallback
-    from lightning_memsave.prediction.cuda.gpus import parse_gpu
     from lightning_memsave.prediction.training_step import TrainingStep
     from lightning_memsave.targets.code import find_optimizer, parse_arguments
     from lightning_memsave.targets.find import load_target
-    from lightning_memsave.targets.target import make_batch_spec
+    from lightning_memsave.targets.target import read_batch
 
-    gpus = tuple(parse_gpu(part) for text in arguments.gpu for part in text.split(","))
+    gpus = read_gpus(arguments)
     _check_device(arguments)
     with running_code_of(name):
         target = load_target(
@@ -276,17 +277,17 @@ def read_request(name: str, arguments: argparse.Namespace) -> Request:
             arguments=parse_arguments(arguments.arg),
             task=arguments.task,
         )
-        batch = None
+        batch = described = None
         if arguments.batch is not None:
             if not target.can_build:
                 target.build()  # says what is missing
-            batch = make_batch_spec(arguments.batch, target)
+            batch, described = read_batch(arguments.batch, target)
         optimizer = find_optimizer(arguments.optimizer, arguments.optimizer_arg)
         if optimizer is not None:
             _check_optimizer(target)
         step = TrainingStep(
             target.make,
-            None if batch is None else batch.build_for_prediction(),
+            batch,
             MemSaveCallback,
             optimizer=optimizer,
             trainer_arguments=target.trainer_arguments,
@@ -296,8 +297,7 @@ def read_request(name: str, arguments: argparse.Namespace) -> Request:
             time_limit_s=arguments.time_limit,
         )
         step = _with_settings(step, callback_settings(target.settings, arguments))
-    notes = (*target.notes, *strategy_notes(target.trainer_arguments))
-    return Request(target, batch, step, gpus, notes)
+    return target, described, step
 
 
 def _check_device(arguments: argparse.Namespace) -> None:
@@ -309,8 +309,10 @@ def _check_device(arguments: argparse.Namespace) -> None:
 
 
 def _check_optimizer(target: "Target") -> None:
+    from lightning_memsave.prediction.wrapped_module import is_lightning
+
     module = target.module_without_data
-    if any(cls.__name__ == "LightningModule" for cls in type(module).__mro__):
+    if is_lightning(module):
         raise ConfigurationError(
             f"--optimizer is for models without one, but `{type(module).__name__}` has its own in "
             "`configure_optimizers`. Remove it; for the 8-bit form of that optimizer write "
@@ -331,7 +333,7 @@ def callback_settings(
     found: Mapping[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Combine the settings of a YAML file with those of the command line."""
-    from lightning_memsave.analysis.predict import with_instances
+    from lightning_memsave.api import with_instances
     from lightning_memsave.callbacks.memsave import MemSaveCallback
 
     given = read_settings(arguments.set)
@@ -345,6 +347,11 @@ def callback_settings(
     is_wanted = arguments.memsave or (found is not None and arguments.memsave is None)
     base = {**MemSaveCallback().arguments, **(found or {})} if is_wanted else base
     return with_instances({**base, **given})
+
+
+def notes_of(target: "Target") -> tuple[str, ...]:
+    """Give the notes on a model and its Trainer."""
+    return (*target.notes, *strategy_notes(target.trainer_arguments))
 
 
 def strategy_notes(found: Mapping[str, Any]) -> list[str]:

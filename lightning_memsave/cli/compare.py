@@ -10,7 +10,10 @@ from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
     add_model_arguments,
     add_step_arguments,
-    read_request,
+    notes_of,
+    predict_on,
+    read_gpus,
+    read_step,
     refuse_step_arguments,
     show_notes,
 )
@@ -44,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; returns 1 if B does not fit one of the GPUs."""
-    from lightning_memsave.analysis.compare import compare_memory
+    from lightning_memsave.api import compare_memory
     from lightning_memsave.cli.arguments import running_code_of
 
     names = (arguments.a, arguments.b)
@@ -61,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
             comparison = compare_memory(a, b, labels=names)
         _print(comparison, None, arguments)
         return 0
-    comparison = compare_memory(cases[0].prediction, cases[1].prediction, labels=names)
+    # A file is read again, with the measured peak of its run.
+    a, b = (case.name if case.is_saved else case.prediction for case in cases)
+    comparison = compare_memory(a, b, labels=names)
     if arguments.html is not None:
         _write_page(arguments.html, cases, comparison)
     _print(comparison, cases, arguments)
@@ -74,95 +79,51 @@ class _Case:
     prediction: "MemoryPrediction"
     fits: tuple["GpuFit", ...]
     notes: tuple[str, ...] = ()
+    is_saved: bool = False
 
 
 def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case] | None:
-    saved = [_saved_prediction(name) for name in names]
-    reports = [found is None and _is_report(name) for name, found in zip(names, saved, strict=True)]
-    models = [
-        n for n, p, is_report in zip(names, saved, reports, strict=True) if not (p or is_report)
-    ]
+    from lightning_memsave.targets.saved import read_saved
+
+    saved = [read_saved(name) for name in names]
+    models = [name for name, found in zip(names, saved, strict=True) if found is None]
     for model in models:
         if Path(model).suffix == ".json" and not Path(model).exists():
             raise ConfigurationError(
                 f"`{model}` does not exist. Pass a config.json, a file written by `memsave predict "
                 "--json`, or the memsave_report.json of a run."
             )
-    if models and arguments.batch is None and len(models) == 1:
+    if models and arguments.batch is None:
+        if len(models) == len(names):
+            return None
         other = next(name for name in names if name != models[0])
         raise ConfigurationError(
             f"`{other}` is about a training step, but of `{models[0]}` only the parameters are "
-            f"known: {_how_to_predict(models[0], is_report=any(reports))}"
+            "known: add --batch with its sizes, such as --batch 8x512, to predict its step."
         )
-    if any(reports) and models:
-        raise ConfigurationError(
-            f"--batch is for models, but `{names[reports.index(True)]}` is the report of a run: "
-            f"{_how_to_predict(models[0], is_report=True)}"
-        )
-    if None in saved and (arguments.batch is None or any(reports)):
-        return None
     return [
-        _predicted(name, arguments) if found is None else _of_saved(name, found, arguments)
+        _predicted(name, arguments)
+        if found is None
+        else _of_saved(name, found.prediction, arguments)
         for name, found in zip(names, saved, strict=True)
     ]
 
 
-def _how_to_predict(model: str, *, is_report: bool) -> str:
-    if not is_report:
-        return "add --batch with its sizes, such as --batch 8x512, to predict its step."
-    return (
-        f"write `memsave predict {model} --batch 8x512 --json > predicted.json` with the sizes of "
-        "the batch, and compare with that file."
-    )
-
-
-def _is_report(name: str) -> bool:
-    found = _json_of(name)
-    return found is not None and {"changes", "settings"} <= found.keys()
-
-
-def _json_of(name: str) -> dict[str, Any] | None:
-    path = Path(name)
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # said by `compare_memory`, or by `load_target`
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _predicted(name: str, arguments: argparse.Namespace) -> _Case:
-    request = read_request(name, arguments)
-    prediction, fits = request.predict()
-    return _Case(name, prediction, fits, request.notes)
+    target, _, step = read_step(name, arguments)
+    prediction, fits = predict_on(read_gpus(arguments), target.name, step)
+    return _Case(name, prediction, fits, notes_of(target))
 
 
 def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Namespace) -> _Case:
-    from lightning_memsave.prediction.cuda.gpus import parse_gpu
-
-    gpus = [parse_gpu(part) for text in arguments.gpu for part in text.split(",")]
+    gpus = read_gpus(arguments)
     if gpus and prediction.device != "cuda":
         raise ConfigurationError(
             f"`{name}` is a prediction for {prediction.device}, but --gpu needs one for CUDA. "
             "Remove --gpu, or predict with --device cuda."
         )
-    return _Case(name, prediction, tuple(prediction.fits(gpu) for gpu in gpus))
-
-
-def _saved_prediction(name: str) -> "MemoryPrediction | None":
-    found = _json_of(name)
-    if found is None or not {"by_phase", "modules"} <= found.keys():
-        return None
-    from lightning_memsave.prediction.result import MemoryPrediction
-
-    try:
-        return MemoryPrediction.from_dict(found)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"`{name}` is an incomplete prediction ({error}). Write it again with "
-            "`memsave predict --json`."
-        ) from error
+    fits = tuple(prediction.fits(gpu) for gpu in gpus)
+    return _Case(name, prediction, fits, is_saved=True)
 
 
 # `compare_memory` reads more kinds of files from a path, but knows no --arg, --model and --task.

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and print; returns 1 if there is a problem."""
-    from lightning_memsave.analysis.doctor import check_training
+    from lightning_memsave.api import check_training
     from lightning_memsave.targets.code import parse_arguments
     from lightning_memsave.targets.find import load_target
 

@@ -3,15 +3,17 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
-    Request,
     add_model_arguments,
     add_step_arguments,
-    read_request,
+    notes_of,
+    read_gpus,
+    read_step,
     refuse_step_arguments,
     show_notes,
 )
@@ -19,9 +21,9 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import MIB
 
 if TYPE_CHECKING:
-    from lightning_memsave.analysis.explain import MemoryExplanation
-    from lightning_memsave.explain.oom_diagnosis import Diagnosis
+    from lightning_memsave.oom.diagnosis import Diagnosis
     from lightning_memsave.prediction.result import GpuFit
+    from lightning_memsave.report.explanation import MemoryExplanation
 
 SUMMARY = "Show what uses the memory of a model and its training, and what would lower it."
 EXAMPLES = """\
@@ -84,9 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
-    from lightning_memsave.explain.oom_advice import RunFacts
-    from lightning_memsave.explain.oom_diagnosis import diagnose
-    from lightning_memsave.explain.oom_message import read_out_of_memory
+    from lightning_memsave.oom.advice import RunFacts
+    from lightning_memsave.oom.diagnosis import diagnose
+    from lightning_memsave.oom.message import read_out_of_memory
 
     if arguments.target is not None and arguments.batch is None:
         raise ConfigurationError(
@@ -118,8 +120,9 @@ def _read(name: str) -> str:
 
 
 def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None") -> int:
-    from lightning_memsave.analysis.explain import explain_what_if, what_if_of
     from lightning_memsave.cli.arguments import running_code_of
+    from lightning_memsave.prediction.what_if import what_if_of
+    from lightning_memsave.report.explanation import explain_what_if
     from lightning_memsave.report.text import show
 
     if arguments.batch is None:
@@ -127,29 +130,31 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
         if arguments.html is not None:
             raise ConfigurationError("--html needs a training step: add --batch.")
     cardinalities = _cardinalities(arguments.cardinality)
-    request = read_request(arguments.target, arguments)
-    if len(request.gpus) > 1:
+    target, batch, step = read_step(arguments.target, arguments)
+    gpus, notes = read_gpus(arguments), notes_of(target)
+    if len(gpus) > 1:
         raise ConfigurationError(
             "This command is for one GPU. Pass --gpu once; `memsave predict` compares several."
         )
-    gpu = request.gpus[0] if request.gpus else None
-    with running_code_of(request.target.name):
+    with running_code_of(target.name):
         # The parameters of a checkpoint are known without code for the model.
         explanation = explain_what_if(
-            what_if_of(request.step, request.target.parameter_source()),
+            what_if_of(step, target.parameter_source()),
             cardinalities=cardinalities or None,
             remedies=not arguments.no_remedies,
         )
     prediction = explanation.prediction
-    fits = [] if gpu is None or prediction is None else [prediction.fits(gpu)]
+    fits = [] if prediction is None else [prediction.fits(gpu) for gpu in gpus]
     if arguments.html is not None:
-        _write_page(arguments.html, request, explanation, fits, diagnosis)
+        said = () if diagnosis is None else (diagnosis.summary, *diagnosis.findings)
+        lines = (*said, f"Batch: {batch}", *(f"It {fit}." for fit in fits), *notes)
+        _write_page(arguments.html, explanation, fits, lines)
     if arguments.json:
         found = {
             **({} if diagnosis is None else {"out_of_memory": diagnosis.to_dict()}),
-            "target": request.target.name,
-            "batch": None if request.batch is None else str(request.batch),
-            "notes": list(request.notes),
+            "target": target.name,
+            "batch": None if batch is None else str(batch),
+            "notes": list(notes),
             **explanation.to_dict(),
             "gpus": [fit.to_dict() for fit in fits],
         }
@@ -158,8 +163,8 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
         if diagnosis is not None:
             print(diagnosis, end="\n\n")
         show(explanation)
-        lines = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in request.notes]
-        show_notes(lines, arguments.html)
+        shown = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in notes]
+        show_notes(shown, arguments.html)
     return 0 if all(fit.fits for fit in fits) else DOES_NOT_FIT
 
 
@@ -177,11 +182,7 @@ def _cardinalities(pairs: list[str]) -> dict[str, int]:
 
 
 def _write_page(
-    path: str,
-    request: Request,
-    explanation: "MemoryExplanation",
-    fits: "list[GpuFit]",
-    diagnosis: "Diagnosis | None",
+    path: str, explanation: "MemoryExplanation", fits: "list[GpuFit]", notes: Sequence[str]
 ) -> None:
     from lightning_memsave.report.page import write_page
 
@@ -195,11 +196,6 @@ def _write_page(
         title=f"{explanation.prediction.model}: what uses the memory",
         device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
         device_name=fits[0].gpu.known_name if fits else "",
-        notes=(
-            *(() if diagnosis is None else (diagnosis.summary, *diagnosis.findings)),
-            f"Batch: {request.batch}",
-            *(f"It {fit}." for fit in fits),
-            *request.notes,
-        ),
+        notes=notes,
         tables=explanation.tables(),
     )

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
-    Request,
     StepError,
     add_model_arguments,
     add_step_arguments,
     as_typed,
     kernels_of,
-    read_request,
+    notes_of,
+    read_gpus,
     read_settings,
+    read_step,
     running_code_of,
     show_notes,
 )
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from lightning_memsave.planning.search import PlanSearch
     from lightning_memsave.prediction.cuda.gpus import Gpu
     from lightning_memsave.prediction.result import MemoryPrediction
+    from lightning_memsave.prediction.training_step import TrainingStep
     from lightning_memsave.report.page import PageFrontier
+    from lightning_memsave.targets.target import Target
 
 SUMMARY = "Find the fastest settings that fit a GPU or a budget of memory, without a GPU."
 EXAMPLES = """\
@@ -66,17 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan and print; returns 1 if no plan fits the budget or one of the GPUs."""
     if "budget" in read_settings(arguments.set):
         raise ConfigurationError("--set budget=... is not for a plan. Use --budget.")
-    request = read_request(arguments.target, arguments)
-    request, exactness = _with_exactness(request, arguments.exactness)
-    cases = _cases(request, _budget(arguments, request), exactness, arguments)
+    target, batch, step = read_step(arguments.target, arguments)
+    step, exactness = _with_exactness(step, arguments.exactness)
+    cases = _cases(target, step, _budget(arguments, target), exactness, arguments)
     shown = _smallest_that_fits(cases) or cases[0]
     if arguments.html is not None:
-        _write_page(arguments.html, shown, request)
+        _write_page(arguments.html, shown, (f"Batch: {batch}", *notes_of(target)))
     if arguments.json:
-        found = _to_dict(request, cases, shown, arguments) | {"exactness": exactness}
+        found = {"target": target.name, "batch": str(batch), "notes": list(notes_of(target))}
+        found |= _to_dict(target, cases, shown, arguments) | {"exactness": exactness}
         print(json.dumps(found, indent=2, default=repr))
     else:
-        _show(request, cases, shown, arguments)
+        _show(target, cases, shown, arguments)
     return DOES_NOT_FIT if any(case.found is None for case in cases) else 0
 
 
@@ -101,11 +105,11 @@ class _Case:
         return plan
 
 
-def _budget(arguments: argparse.Namespace, request: Request) -> Any:
+def _budget(arguments: argparse.Namespace, target: "Target") -> Any:
     given = arguments.budget
     if given is None:
         # That of `MemSaveCallback` in a YAML file.
-        in_file = (request.target.settings or {}).get("budget")
+        in_file = (target.settings or {}).get("budget")
         if in_file is not None:
             return in_file
         if arguments.device == "cpu" and not arguments.gpu:
@@ -128,30 +132,32 @@ def _budget(arguments: argparse.Namespace, request: Request) -> Any:
 
 
 # What is typed replaces that of `MemSaveCallback` in a YAML file, which would refuse plans.
-def _with_exactness(request: Request, typed: str | None) -> tuple[Request, str]:
-    settings = dict(request.step.settings)
+def _with_exactness(step: "TrainingStep", typed: str | None) -> tuple["TrainingStep", str]:
+    settings = dict(step.settings)
     if typed is None:
-        return request, settings.get("exactness", "approximate")
+        return step, settings.get("exactness", "approximate")
     settings.pop("exactness", None)
-    return replace(request, step=replace(request.step, settings=settings)), typed
+    return replace(step, settings=settings), typed
 
 
 def _cases(
-    request: Request, budget: Any, exactness: str, arguments: argparse.Namespace
+    target: "Target",
+    step: "TrainingStep",
+    budget: Any,
+    exactness: str,
+    arguments: argparse.Namespace,
 ) -> list[_Case]:
-    from lightning_memsave.analysis.explain import what_if_of
-    from lightning_memsave.analysis.plan import budget_of, search_of, unchanged_step
     from lightning_memsave.planning.budget import margin_of
+    from lightning_memsave.planning.plan_step import budget_of, search_of, unchanged_step
+    from lightning_memsave.prediction.what_if import what_if_of
 
-    name = request.target.name
     unchanged: dict[object, MemoryPrediction] = {}
     searches: dict[object, PlanSearch] = {}
     found = []
-    with running_code_of(name):
-        first = what_if_of(request.step, request.target.parameter_source())
-        steps = [
-            replace(first, step=replace(first.step, gpu=gpu)) for gpu in request.gpus or (None,)
-        ]
+    with running_code_of(target.name):
+        first = what_if_of(step, target.parameter_source())
+        gpus = read_gpus(arguments) or (None,)
+        steps = [replace(first, step=replace(first.step, gpu=gpu)) for gpu in gpus]
         # A wrong budget is an error before anything is predicted.
         budgets = [budget_of(step, budget) for step in steps]
         for what_if, budget_bytes in zip(steps, budgets, strict=True):
@@ -168,7 +174,7 @@ def _cases(
             searches[kernels] = search
             margin_bytes = margin_of(budget_bytes, gpu, what_if.device)
             case = _Case(gpu, budget_bytes, margin_bytes, unchanged[kernels])
-            found.append(_planned(case, search, name, arguments))
+            found.append(_planned(case, search, target.name, arguments))
     return found
 
 
@@ -194,14 +200,14 @@ def _smallest_that_fits(cases: list[_Case]) -> _Case | None:
     )
 
 
-def _yaml(case: _Case, request: Request, arguments: argparse.Namespace) -> str:
+def _yaml(case: _Case, target: "Target", arguments: argparse.Namespace) -> str:
     import yaml  # type: ignore[import-untyped] # it comes without types
 
     from lightning_memsave.callbacks.memsave import MemSaveCallback
     from lightning_memsave.prediction.training_step import changed_arguments
 
     # Techniques with a `class_path` are written as they were read.
-    given = {**(request.target.settings or {}), **read_settings(arguments.set)}
+    given = {**(target.settings or {}), **read_settings(arguments.set)}
     shown = changed_arguments(MemSaveCallback, case.best.settings)
     shown |= {n: given[n] for n in shown if isinstance(given.get(n), dict)}
     plain = {n: list(v) if isinstance(v, tuple) else v for n, v in shown.items()}
@@ -211,7 +217,7 @@ def _yaml(case: _Case, request: Request, arguments: argparse.Namespace) -> str:
 
 
 def _to_dict(
-    request: Request, cases: list[_Case], shown: _Case, arguments: argparse.Namespace
+    target: "Target", cases: list[_Case], shown: _Case, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     def of(case: _Case) -> dict[str, Any]:
         refusal = case.refusal
@@ -231,12 +237,9 @@ def _to_dict(
         }
 
     return {
-        "target": request.target.name,
-        "batch": str(request.batch),
-        "notes": list(request.notes),
         "gpu": shown.gpu and shown.gpu.name,
         **of(shown),
-        "yaml": _yaml(shown, request, arguments),
+        "yaml": _yaml(shown, target, arguments),
         "gpus": [
             {"name": case.gpu.name, "total_bytes": case.gpu.total_bytes, **of(case)}
             for case in cases
@@ -246,7 +249,7 @@ def _to_dict(
 
 
 def _show(
-    request: Request, cases: list[_Case], shown: _Case, arguments: argparse.Namespace
+    target: "Target", cases: list[_Case], shown: _Case, arguments: argparse.Namespace
 ) -> None:
     from rich.console import RenderableType
     from rich.text import Text
@@ -267,12 +270,12 @@ def _show(
         assert shown.found is not None, "one of the two is there"
         parts.append(shown.found)
         parts += [Text(), Text("In the YAML file of LightningCLI:"), Text()]
-        parts.append(Text(_yaml(shown, request, arguments)))
+        parts.append(Text(_yaml(shown, target, arguments)))
     unchanged_bytes = shown.unchanged.device_bytes
     fits = unchanged_bytes + shown.margin_bytes <= shown.budget_bytes
     how = "fits too" if fits else "does not fit"
     show(*parts, Text(f"The unchanged step {how}: it needs {format_bytes(unchanged_bytes)}."))
-    show_notes([f"note: {note}" for note in request.notes], arguments.html)
+    show_notes([f"note: {note}" for note in notes_of(target)], arguments.html)
 
 
 def _verdict(cases: list[_Case]) -> str:
@@ -302,7 +305,7 @@ def _gpu_table(cases: list[_Case]) -> "Table":
     return table
 
 
-def _write_page(path: str, case: _Case, request: Request) -> None:
+def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
     from lightning_memsave.report.page import PageTable, write_page
     from lightning_memsave.units import format_bytes
 
@@ -320,8 +323,7 @@ def _write_page(path: str, case: _Case, request: Request) -> None:
         device_capacity_bytes=case.budget_bytes,
         device_name=gpu.known_name if gpu is not None and is_all else "budget",
         notes=(
-            f"Batch: {request.batch}",
-            *request.notes,
+            *notes,
             *(() if found is None else (_margin(found),)),
             *(() if case.refusal is None else (str(case.refusal),)),
         ),

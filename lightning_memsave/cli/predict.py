@@ -4,16 +4,19 @@ import argparse
 import json
 import pickle
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
-    Request,
     add_model_arguments,
     add_step_arguments,
-    read_request,
+    notes_of,
+    predict_on,
+    read_gpus,
     read_settings,
+    read_step,
     show_notes,
     whole_number,
 )
@@ -21,7 +24,6 @@ from lightning_memsave.core.files import replacing
 from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_memsave.prediction.cuda.gpus import Gpu
     from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
 
 SUMMARY = "Predict the peak memory of training, without a GPU and without allocating the model."
@@ -74,17 +76,22 @@ def run(arguments: argparse.Namespace) -> int:
     names = ["", *arguments.variant]
     if len(set(names)) < len(names):
         raise ConfigurationError("--variant is given twice with the same settings. Remove one.")
-    request = read_request(arguments.target, arguments)
-    cases = [_case(request, name) for name in names]
+    target, batch, step = read_step(arguments.target, arguments)
+    gpus, notes = read_gpus(arguments), notes_of(target)
+    cases = [
+        _Case(name or "as given", *predict_on(gpus, target.name, step, settings))
+        for name, settings in zip(names, map(_settings_of, names), strict=True)
+    ]
     first, *variants = cases
     if arguments.html is not None:
-        _write_page(arguments.html, cases, request)
+        _write_page(arguments.html, cases, (f"Batch: {batch}", *notes))
     if arguments.snapshot is not None:
         _write_snapshot(arguments.snapshot, first.prediction)
     if arguments.json:
-        print(json.dumps(_to_dict(request, first, variants), indent=2))
+        found = {"target": target.name, "batch": str(batch), "notes": list(notes)}
+        print(json.dumps(found | _to_dict(first, variants), indent=2))
     else:
-        _show(request, first, variants, arguments)
+        _show(notes, first, variants, arguments)
     return 0 if all(fit.fits for fit in first.fits) else DOES_NOT_FIT
 
 
@@ -97,32 +104,25 @@ class _Case:
     fits: tuple["GpuFit", ...]
 
 
-def _case(request: Request, variant: str) -> _Case:
+def _settings_of(variant: str) -> dict[str, Any]:
     try:
-        settings = read_settings(shlex.split(variant))
+        return read_settings(shlex.split(variant))
     except ValueError as error:
         raise ConfigurationError(
             f"--variant {variant!r} cannot be read ({error}). Write settings as in a shell: "
             "'optimizer=8bit precision=bf16-mixed'."
         ) from error
-    return _Case(variant or "as given", *request.predict(settings))
 
 
-def _to_dict(request: Request, first: _Case, variants: list[_Case]) -> dict[str, Any]:
+def _to_dict(first: _Case, variants: list[_Case]) -> dict[str, Any]:
     def of(case: _Case) -> dict[str, Any]:
         return {**case.prediction.to_dict(), "gpus": [fit.to_dict() for fit in case.fits]}
 
-    return {
-        "target": request.target.name,
-        "batch": str(request.batch),
-        "notes": list(request.notes),
-        **of(first),
-        "variants": [{"name": case.name, **of(case)} for case in variants],
-    }
+    return {**of(first), "variants": [{"name": case.name, **of(case)} for case in variants]}
 
 
 def _show(
-    request: Request, first: _Case, variants: list[_Case], arguments: argparse.Namespace
+    notes: Sequence[str], first: _Case, variants: list[_Case], arguments: argparse.Namespace
 ) -> None:
     from rich.text import Text
 
@@ -137,7 +137,7 @@ def _show(
     if variants:
         cases = [(case.name, case.prediction, case.fits) for case in (first, *variants)]
         show(Text(""), variants_table(cases))
-    show_notes([f"note: {note}" for note in request.notes], arguments.html)
+    show_notes([f"note: {note}" for note in notes], arguments.html)
 
 
 def _write_snapshot(path: str, prediction: "MemoryPrediction") -> None:
@@ -153,20 +153,15 @@ def _write_snapshot(path: str, prediction: "MemoryPrediction") -> None:
         ) from error
 
 
-def _write_page(path: str, cases: list[_Case], request: Request) -> None:
+def _write_page(path: str, cases: list[_Case], notes: Sequence[str]) -> None:
     from lightning_memsave.report.page import write_page
 
-    gpu: Gpu | None = request.gpus[0] if request.gpus else None
-    prediction = cases[0].prediction
+    prediction, fits = cases[0].prediction, cases[0].fits
     write_page(
         path,
         [(case.name, case.prediction) for case in cases],
         title=f"{prediction.model}: memory of a training step",
-        device_capacity_bytes=None if gpu is None else gpu.total_bytes,
-        device_name="" if gpu is None else gpu.known_name,
-        notes=(
-            f"Batch: {request.batch}",
-            *request.notes,
-            *(f"It {fit}." for fit in cases[0].fits),
-        ),
+        device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
+        device_name=fits[0].gpu.known_name if fits else "",
+        notes=(*notes, *(f"It {fit}." for fit in fits)),
     )

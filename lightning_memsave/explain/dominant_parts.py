@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.model_states import ModelStates
-from lightning_memsave.explain.parameters import ParameterTable, TensorEntry, ancestors
+from lightning_memsave.measure.parameters import ParameterTable, TensorEntry, ancestors
 from lightning_memsave.units import format_bytes
 
 # An embedding table below this share of the parameters does not count as one of those that do.
@@ -188,7 +188,7 @@ def explain_parameters(
     """Say what dominates a model and why.
 
     Example:
-        >>> from lightning_memsave.explain.parameters import parameter_table
+        >>> from lightning_memsave.measure.parameters import parameter_table
         >>> table = parameter_table({"embed.weight": (50000, 64), "head.weight": (10, 64)})
         >>> explain_parameters(table)[0]
         'The embedding table `embed` (50,000 x 64) holds 100.0 % of the 3,200,640 parameters.'

@@ -7,12 +7,12 @@ from types import MappingProxyType
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.dominant_parts import embedding_tables, explain_parameters
 from lightning_memsave.explain.finding import Figure, Finding, Verdict, finding_of, unknown_finding
-from lightning_memsave.explain.growth import batch_size, sequence_length
+from lightning_memsave.explain.growth import batch_size, scores_of, sequence_length
 from lightning_memsave.explain.model_states import ModelStates, model_states
-from lightning_memsave.explain.parameters import ParameterTable, TensorEntry
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.prediction.peaks import NUM_LARGEST
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.units import format_bytes
 
 _MADE = ("activation", "temporary", "other")
@@ -194,18 +194,6 @@ def _of_scores(what_if: WhatIf) -> Finding:
         base,
         num_matrices=len(scores),
     )
-
-
-def scores_of(base: MemoryPrediction, lengths: Collection[int]) -> list[TensorMemory]:
-    """Find the scores of attention that are alive at the peak."""
-    return [
-        tensor
-        for tensor in base.largest_tensors
-        if tensor.category in {"activation", "temporary"}
-        and len(tensor.shape) > 2
-        and tensor.shape[-1] in lengths
-        and tensor.shape[-1] == tensor.shape[-2]
-    ]
 
 
 def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> bool:

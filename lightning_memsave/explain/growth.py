@@ -1,19 +1,18 @@
-"""How memory grows with batch size and sequence length."""
+"""How memory grows with batch size and sequence length: the line through two predictions."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from math import floor
+from math import ceil, floor
 
 from lightning_memsave.explain.finding import Figure, Finding, finding_of, label_of, unknown_finding
-from lightning_memsave.explain.parameters import ParameterTable
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.prediction.cuda.gpus import Gpu
-from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.units import format_bytes
-
-_MAX_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +21,6 @@ class _Line:
 
     fixed_bytes: Fraction
     bytes_per_sample: Fraction
-
-    def at(self, num_samples: int) -> Fraction:
-        return self.fixed_bytes + self.bytes_per_sample * num_samples
 
 
 def batch_size(what_if: WhatIf) -> Finding:
@@ -39,8 +35,8 @@ def batch_size(what_if: WhatIf) -> Finding:
         found = what_if.predict(num_samples=other)
     except ImpossibleVariantError as error:
         return unknown_finding(name, f"The model fails with a batch of {other}: {error}.")
-    lines = _lines(base, num_samples, found, other)
-    line = lines[base.peak_phase]
+    known = {num_samples: base, other: found}
+    line = _lines(known)[base.peak_phase]
     of_batch = round(line.bytes_per_sample * num_samples)
     samples = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
     sentence = (
@@ -54,137 +50,103 @@ def batch_size(what_if: WhatIf) -> Finding:
         "fixed_bytes": round(line.fixed_bytes),
     }
     if what_if.gpu is not None:
-        largest, is_exact = _largest(what_if, lines, num_samples, what_if.gpu)
+        gpu = what_if.gpu
+        _check_largest(what_if, known, gpu)
+        largest = max((n for n, prediction in known.items() if prediction.fits(gpu)), default=0)
         figures |= {"largest_batch": largest}
-        sentence += f" {_fits(label_of(what_if.gpu), largest, is_exact)}"
+        how = "At least" if largest else "Not even"
+        sentence += f" {how} {_fit(largest or min(known))} on {label_of(gpu)}."
     return finding_of(name, of_batch, sentence, base, **figures)
 
 
-def _fits(gpu: str, largest: int, is_exact: bool) -> str:
-    if not largest:
-        return f"Not even one sample fits on {gpu}."
-    return f"{'' if is_exact else 'At least '}{largest:,} samples fit on {gpu}."
+def _fit(num_samples: int) -> str:
+    return "one sample fits" if num_samples == 1 else f"{num_samples:,} samples fit"
 
 
-def _lines(
-    base: MemoryPrediction, num_samples: int, other: MemoryPrediction, num_others: int
-) -> dict[str, _Line]:
+def _lines(known: dict[int, MemoryPrediction]) -> dict[str, _Line]:
+    (here, base), (there, other), *_ = known.items()
     lines = {}
     for phase, memory in base.by_phase.items():
-        here, there = memory.total_bytes, other.by_phase[phase].total_bytes
-        each = Fraction(here - there, num_samples - num_others)
-        lines[phase] = _Line(here - each * num_samples, each)
+        of_base, of_other = memory.total_bytes, other.by_phase[phase].total_bytes
+        each = Fraction(of_base - of_other, here - there)
+        lines[phase] = _Line(of_base - each * here, each)
     return lines
 
 
-# The peak is the highest of several lines, and the allocator's slack is on none, so that one line
-# alone promises too much: the size that it names is predicted, and changed until it fits.
-def _largest(
-    what_if: WhatIf, lines: dict[str, _Line], num_samples: int, gpu: Gpu
-) -> tuple[int, bool]:
-    tried = {num_samples: what_if.base()}
-    for _ in range(_MAX_STEPS):
-        fits, fails = _bounds(tried, gpu)
-        if fails == fits + 1:
-            break
-        if fits and fails:
-            low, high = tried[fits].device_bytes, tried[fails].device_bytes
-            guess = fits + (fails - fits) * (gpu.total_bytes - low) // (high - low)
-        else:
-            nearest = tried[fits or fails]
-            scale = nearest.peak_bytes / (nearest.device_bytes - nearest.context_bytes)
-            guess = _guess(lines, round((gpu.total_bytes - nearest.context_bytes) * scale))
-        guess = max(guess, fits + 1)
-        guess = min(guess, fails - 1) if fails else guess
-        try:
-            tried[guess] = what_if.predict(num_samples=guess)
-        except ImpossibleVariantError:
-            break
-    fits, fails = _bounds(tried, gpu)
-    return fits, fails == fits + 1
-
-
-# The largest size that fits, and the smallest that does not; 0 where none was tried.
-def _bounds(tried: dict[int, MemoryPrediction], gpu: Gpu) -> tuple[int, int]:
-    fits = [n for n, prediction in tried.items() if prediction.fits(gpu)]
-    fails = [n for n, prediction in tried.items() if not prediction.fits(gpu)]
-    return max(fits, default=0), min(fails, default=0)
-
-
-def _guess(lines: dict[str, _Line], limit_bytes: int) -> int:
+# The peak is the highest of several lines; what the allocator needs beside it is on none, so the
+# size that follows is predicted too. If it does not fit, one that is smaller by what is missing.
+def _check_largest(what_if: WhatIf, known: dict[int, MemoryPrediction], gpu: Gpu) -> None:
+    scale = min(p.peak_bytes / (p.device_bytes - p.context_bytes) for p in known.values())
+    limit_bytes = floor((gpu.total_bytes - what_if.base().context_bytes) * scale)
     sizes = [
         floor((limit_bytes - line.fixed_bytes) / line.bytes_per_sample)
-        for line in lines.values()
+        for line in _lines(known).values()
         if line.bytes_per_sample > 0
     ]
-    return min(sizes, default=1)
+    guess = max(min(sizes, default=1), 1)
+    for _ in range(2):
+        if guess in known:
+            return
+        try:
+            known[guess] = what_if.predict(num_samples=guess)
+        except ImpossibleVariantError:
+            return
+        missing_bytes = known[guess].device_bytes - gpu.total_bytes
+        if missing_bytes <= 0:
+            return
+        near = min(known.keys() - {guess}, key=lambda n: abs(n - guess))
+        more_bytes = known[guess].device_bytes - known[near].device_bytes
+        each = max(Fraction(more_bytes, guess - near), Fraction(1))
+        guess = max(guess - ceil(missing_bytes / each), 1)
 
 
-_NO_QUADRATIC = 0.01
 # A layer of positions that are learned: it ends where they do.
 _POSITIONS = re.compile(r"(^|[._])(pos|wpe|position)(_|[a-z]*$|[a-z]*_embed)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    """Bytes of one moment of the step, by the length."""
-
-    fixed: Fraction
-    linear: Fraction
-    quadratic: Fraction
-
-
 def sequence_length(what_if: WhatIf) -> Finding:
-    """Find how memory grows with the length of the sequence."""
+    """Find how memory grows with the length of the sequence, from two lengths."""
     name, sequence, base = "sequence length", what_if.sequence, what_if.base()
     if sequence is None:
         return _without_axis(what_if)
     length, limit = sequence.length, max_positions(what_if.table)
-    longest = 2 * length if limit is None else max(min(2 * length, limit), length)
-    if 2 * longest < 3 * length or not _can_be(what_if, longest):  # the model ends here
-        longest = length
+    other = 2 * length if limit is None else max(min(2 * length, limit), length)
+    at_other = _at(what_if, other) if 2 * other >= 3 * length else None
+    if at_other is None:  # the model ends here
         if length < 4:
             return unknown_finding(name, f"Sequences of {length} are too short to be shortened.")
-    other = longest if longest > length else length // 2
-    try:
-        at_other = what_if.predict(length=other)
-    except ImpossibleVariantError as error:
-        return unknown_finding(name, f"The model fails with a length of {other}: {error}.")
-    growth = _growth(what_if, length, other)
-    figures: dict[str, Figure] = {
-        "length": length,
-        "other_length": other,
-        "other_peak_bytes": at_other.peak_bytes,
-    }
+        other = length // 2
+        try:
+            at_other = what_if.predict(length=other)
+        except ImpossibleVariantError as error:
+            return unknown_finding(name, f"The model fails with a length of {other}: {error}.")
     what = f"with {other:,} the step would need {format_bytes(at_other.peak_bytes)}"
     if other < length or other == limit:
         most = limit if limit is not None and limit >= length else length
         what += f" ({most:,} is the longest that the model supports)"
-    if growth is None:
-        return _of_peaks(what_if, base, what, figures)
-    with_length, with_square = (
-        round(growth.linear * length),
-        round(growth.quadratic * length**2),
-    )
-    both = with_length + with_square
-    is_quadratic = with_square >= _NO_QUADRATIC * max(both, 1)
-    grows = f"{format_bytes(both)} grow with the length"
-    if is_quadratic:
-        grows = (
-            f"{format_bytes(with_length)} grow with the length and {format_bytes(with_square)} "
-            "with its square"
-        )
-    return finding_of(
-        name,
-        both,
-        f"At {length:,} tokens {grows}: {what}.",
-        base,
-        **figures,
-        fixed_bytes=round(growth.fixed),
-        linear_bytes=with_length,
-        quadratic_bytes=with_square,
-        order="quadratic" if is_quadratic and with_square > with_length else "linear",
-    )
+    # Matrices of all pairs of tokens grow with the square, all else at most in proportion. Those
+    # that are square at one length only are something else.
+    peak_bytes, of_scores = base.peak_bytes, 0
+    if scores_of(at_other, [other]):
+        of_scores = sum(tensor.num_bytes for tensor in scores_of(base, [length]))
+    more_bytes = at_other.by_phase[base.peak_phase].total_bytes - peak_bytes
+    more_scores = Fraction(of_scores * (other**2 - length**2), length**2)
+    linear = round((more_bytes - more_scores) * length / (other - length))
+    linear = min(max(linear, 0), peak_bytes - of_scores)
+    grows = f"{format_bytes(linear)} grow with the length"
+    if of_scores:
+        grows += f" and {format_bytes(of_scores)}, matrices of all pairs of tokens, with its square"
+    figures: dict[str, Figure] = {
+        "length": length,
+        "other_length": other,
+        "other_peak_bytes": at_other.peak_bytes,
+        "fixed_bytes": peak_bytes - linear - of_scores,
+        "linear_bytes": linear,
+        "quadratic_bytes": of_scores,
+        "order": "quadratic" if of_scores > linear else "linear",
+    }
+    sentence = f"At {length:,} tokens {grows}: {what}."
+    return finding_of(name, linear + of_scores, sentence, base, **figures)
 
 
 def max_positions(table: ParameterTable) -> int | None:
@@ -201,6 +163,18 @@ def max_positions(table: ParameterTable) -> int | None:
     return min(rows, default=None)
 
 
+def scores_of(base: MemoryPrediction, lengths: Collection[int]) -> list[TensorMemory]:
+    """Find the scores of attention that are alive at the peak."""
+    return [
+        tensor
+        for tensor in base.largest_tensors
+        if tensor.category in {"activation", "temporary"}
+        and len(tensor.shape) > 2
+        and tensor.shape[-1] in lengths
+        and tensor.shape[-1] == tensor.shape[-2]
+    ]
+
+
 def _without_axis(what_if: WhatIf) -> Finding:
     name, fix = "sequence length", "Pass `sequence_axis=` if an axis of the batch is a sequence."
     tensors = list(tensors_in_batch(what_if.batch))
@@ -215,70 +189,8 @@ def _without_axis(what_if: WhatIf) -> Finding:
     return Finding(name, "does not matter", 0, f"There are no token ids, and no attention. {fix}")
 
 
-# A parabola through three lengths, as far apart as the peak stays at the same moment of the step:
-# lines of other moments say nothing of this one.
-def _can_be(what_if: WhatIf, length: int) -> bool:
+def _at(what_if: WhatIf, length: int) -> MemoryPrediction | None:
     try:
-        what_if.predict(length=length)
+        return what_if.predict(length=length)
     except ImpossibleVariantError:
-        return False
-    return True
-
-
-def _growth(what_if: WhatIf, length: int, other: int) -> _Growth | None:
-    spans = [other - length, -(length // 4), -(length // 8)]
-    if other > length:
-        spans.insert(1, length // 4)
-    for span in spans:
-        found = {length: what_if.base()}
-        for another in (length + span // 2, length + span):
-            if not _can_be(what_if, another):
-                break
-            found[another] = what_if.predict(length=another)
-            if _moment(found[another]) != _moment(what_if.base()):
-                del found[another]
-                break
-        if len(found) == 3:
-            growth = _parabola({n: p.peak_bytes for n, p in found.items()})
-            if growth is not None:
-                return growth
-    return None
-
-
-def _moment(found: MemoryPrediction) -> tuple[str, str, str]:
-    return found.peak_phase, found.peak_module, found.peak_op
-
-
-def _parabola(peaks: dict[int, int]) -> _Growth | None:
-    (x, y, z), (at_x, at_y, at_z) = peaks.keys(), peaks.values()
-    first, second = Fraction(at_x - at_y, x - y), Fraction(at_y - at_z, y - z)
-    quadratic = (first - second) / (x - z)
-    linear = first - quadratic * (x + y)
-    fixed = at_x - linear * x - quadratic * x**2
-    # A little less than nothing is what rounding in the kernels leaves.
-    if min(linear * x, quadratic * x**2, fixed) < -Fraction(at_x, 1000):
         return None
-    if quadratic < 0:
-        return _Growth(at_x - first * x, first, Fraction(0))
-    return _Growth(fixed, max(linear, Fraction(0)), quadratic)
-
-
-# Each moment of the step grows at least in proportion, so that this much of the peak does.
-def _of_peaks(
-    what_if: WhatIf, base: MemoryPrediction, what: str, figures: dict[str, Figure]
-) -> Finding:
-    length = int(str(figures["length"]))
-    if length < 2 or not _can_be(what_if, length // 2):
-        return unknown_finding("sequence length", f"{what[0].upper()}{what[1:]}.")
-    half = what_if.predict(length=length // 2)
-    then = "" if figures["other_length"] == length // 2 else f"; {what}"
-    grows = max(base.peak_bytes - half.peak_bytes, 0)
-    return finding_of(
-        "sequence length",
-        grows,
-        f"At {length:,} tokens the step needs {format_bytes(grows)} more than at "
-        f"{length // 2:,}{then}. The peak is at another moment of the step then.",
-        base,
-        **figures,
-        half_peak_bytes=half.peak_bytes,
-    )

@@ -1,4 +1,4 @@
-"""What is different between two models, two predictions or two reports."""
+"""What is different between two models or two predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class MemoryComparison:
     """Which figures differ between two sides, the largest differences first.
 
     Args:
-        kind: ``"parameters"``, ``"predictions"`` or ``"reports"``.
+        kind: ``"parameters"`` or ``"predictions"``.
         a: What the first side is.
         b: What the second side is.
         total: Parameters, or bytes at the peak.
@@ -68,6 +68,7 @@ class MemoryComparison:
         categories: Bytes at the peak by category, those that are not 0 on both sides.
         phases: Peak of each phase in bytes.
         parameter_bytes: What the parameters take; ``None`` if nothing is known of them.
+        measured: Peaks measured in the runs that were predicted; ``None`` without any.
         settings: What was set differently: name, first value, second value.
         notes: What was taken for granted, one line each.
     """
@@ -80,6 +81,7 @@ class MemoryComparison:
     categories: tuple[Change, ...] = ()
     phases: tuple[Change, ...] = ()
     parameter_bytes: Change | None = None
+    measured: Change | None = None
     settings: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -101,6 +103,7 @@ class MemoryComparison:
             "unit": self.unit,
             "total": self.total.to_dict(),
             "parameter_bytes": self.parameter_bytes and self.parameter_bytes.to_dict(),
+            "measured": self.measured and self.measured.to_dict(),
             "modules": [change.to_dict() for change in self.modules],
             "categories": [change.to_dict() for change in self.categories],
             "phases": [change.to_dict() for change in self.phases],
@@ -160,6 +163,12 @@ class MemoryComparison:
                 for n in (self.parameter_bytes.before, self.parameter_bytes.after)
             )
             shown.append(Text(f"Memory of the parameters: {before} -> {after}."))
+        if self.measured is not None:
+            before, after = (
+                "not measured" if n is None else format_bytes(n)
+                for n in (self.measured.before, self.measured.after)
+            )
+            shown.append(Text(f"Measured peaks: {before} -> {after}."))
         if self.modules:
             rows = grouped(self.modules)
             shown.append(self._table("module", rows[:max_rows], is_detailed=True))

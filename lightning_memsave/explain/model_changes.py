@@ -8,7 +8,7 @@ from torch import nn
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.explain.dominant_parts import shape_of
 from lightning_memsave.explain.memory_changes import Change, MemoryComparison, differing
-from lightning_memsave.explain.parameters import (
+from lightning_memsave.measure.parameters import (
     ParameterTable,
     TensorEntry,
     ancestors,
@@ -98,29 +98,37 @@ def compare_parameters(
 
 
 def compare_predictions(
-    a: MemoryPrediction, b: MemoryPrediction, labels: tuple[str, str] | None = None
+    a: MemoryPrediction,
+    b: MemoryPrediction,
+    labels: tuple[str, str] | None = None,
+    measured_bytes: tuple[int | None, int | None] = (None, None),
 ) -> MemoryComparison:
     """Find what makes the difference between two predicted training steps."""
-    devices = () if a.device == b.device else (other_devices(a.device, b.device),)
+    notes = []
+    if a.device != b.device:
+        notes.append(
+            f"one is for {a.device}, one for {b.device}: kernels and their temporaries differ "
+            "there anyway"
+        )
     return MemoryComparison(
         kind="predictions",
         a=labels[0] if labels else a.model,
         b=labels[1] if labels else b.model,
         total=Change("peak_bytes", a.peak_bytes, b.peak_bytes),
-        modules=predicted_changes(a.modules, b.modules),
-        categories=category_changes(a.peak.by_category(), b.peak.by_category()),
+        modules=_predicted_changes(a.modules, b.modules),
+        categories=_category_changes(a.peak.by_category(), b.peak.by_category()),
         phases=tuple(
             Change(phase, _phase_bytes(a, phase), _phase_bytes(b, phase))
             for phase in PHASES
             if phase in a.by_phase or phase in b.by_phase
         ),
+        measured=None if measured_bytes == (None, None) else Change("measured", *measured_bytes),
         settings=differing(a.settings, b.settings),
-        notes=devices,
+        notes=tuple(notes),
     )
 
 
-def predicted_changes(a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]) -> tuple[Change, ...]:
-    """Find which modules have more or fewer bytes at the peak."""
+def _predicted_changes(a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]) -> tuple[Change, ...]:
     mine = {module.name: module.memory for module in a}
     theirs = {module.name: module.memory for module in b}
     names = align_names(mine, theirs)
@@ -134,11 +142,6 @@ def predicted_changes(a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]) -> t
         changes.append(Change(name, total, memory.total_bytes, detail))
     changes += [Change(n, memory.total_bytes, None) for n, memory in mine.items() if n not in names]
     return _sorted(change for change in changes if change.difference)
-
-
-def other_devices(a: str, b: str) -> str:
-    """Say that two sides are about different devices."""
-    return f"one is for {a}, one for {b}: kernels and their temporaries differ there anyway"
 
 
 def _moved(before: MemoryBreakdown, after: MemoryBreakdown) -> str:
@@ -157,8 +160,7 @@ def _phase_bytes(prediction: MemoryPrediction, phase: str) -> int | None:
     return None if memory is None else memory.total_bytes
 
 
-def category_changes(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:
-    """Compare bytes by category."""
+def _category_changes(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:
     changes = (Change(name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys((*a, *b)))
     return tuple(change for change in changes if change.before or change.after)
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.parameters import ParameterTable, TensorEntry
+from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.optimizer_step import allocate_state
@@ -83,7 +83,7 @@ def model_states(
         32-bit state for embeddings, do not count. A prediction has them.
 
     Example:
-        >>> from lightning_memsave.explain.parameters import parameter_table
+        >>> from lightning_memsave.measure.parameters import parameter_table
         >>> table = parameter_table({"weight": (100, 10)})
         >>> model_states(table, torch.optim.SGD).total_bytes, model_states(table).total_bytes
         (8000, 16004)

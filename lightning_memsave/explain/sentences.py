@@ -9,11 +9,11 @@ from lightning_memsave.explain.factors import (
     find_outputs,
     logits_of,
     model_states_of,
-    scores_of,
 )
 from lightning_memsave.explain.finding import label_of
-from lightning_memsave.explain.what_if import WhatIf
+from lightning_memsave.explain.growth import scores_of
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.units import format_bytes
 
 _MIN_SHARE = 0.1

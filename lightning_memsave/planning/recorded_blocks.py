@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave.core.blocks import Block, find_blocks
-from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP, Run, can_be_cut, runs_of
 from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     inplace_problems,
     parts_of,

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.explain.dominant_parts import dominant_embedding
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.candidates import (
     Candidate,
     CurrentSettings,
@@ -20,6 +19,7 @@ from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.units import format_bytes
 
 _SHARE_OF_SINGLE = 2 / 3

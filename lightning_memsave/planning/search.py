@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.frontier import thinned_frontier
@@ -20,6 +19,7 @@ from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.registry import Entry, entries, unused_details
 from lightning_memsave.units import MIB, format_bytes
 

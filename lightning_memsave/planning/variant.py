@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.explain.parameters import ParameterTable
+from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate
 from lightning_memsave.planning.step_time import Rates, step_time

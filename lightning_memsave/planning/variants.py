@@ -9,7 +9,6 @@ from typing import Any
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.dominant_parts import dominant_embedding
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
 from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
@@ -32,6 +31,7 @@ from lightning_memsave.planning.variant import (
 )
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.registry import (
     BESIDE_OFFLOAD,

@@ -12,17 +12,20 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.patching import unpatch
-from lightning_memsave.errors import ConfigurationError, MemsaveError
+from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.constants import DETERMINISTIC_WORKSPACE
 from lightning_memsave.prediction.cuda.gpus import EMULATED, Gpu
 from lightning_memsave.prediction.fake.tensors import FakeTensors, real_tensors
 from lightning_memsave.prediction.simulate import MAX_STEPS
+from lightning_memsave.prediction.user_code import build_module
 from lightning_memsave.prediction.wrapped_module import installed_package, is_lightning, wrap
 from lightning_memsave.techniques.registry import with_stack
 from lightning_memsave.trainer.precision import full_name
 
 TIME_LIMIT_S = 300.0
+OFF: Mapping[str, Any] = {"stack": "off"}
+"""Arguments of `MemSaveCallback` with which nothing is on."""
 MakeOptimizer = Callable[..., Optimizer]
 ComputeLoss = Callable[[Any, Any], Tensor]
 _CAPABILITY = (8, 0)  # assumed if no GPU is named
@@ -137,7 +140,7 @@ class TrainingStep:
 
     def build_module(self, fakes: FakeTensors) -> Any:
         """Build the LightningModule on fake tensors; a plain module is wrapped in one."""
-        module = self.model if isinstance(self.model, nn.Module) else _make(self.model)
+        module = self.model if isinstance(self.model, nn.Module) else build_module(self.model)
         # Also what a function returns: it may return the same module each time.
         trainer = getattr(module, "_trainer", None)
         module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
@@ -185,29 +188,6 @@ def changed_arguments(
 
 def _quoted(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _make(make: Any) -> nn.Module:
-    if not callable(make):
-        raise ConfigurationError(
-            f"`{make!r}` is {type(make).__name__}, neither a module nor a function that returns "
-            "one. Pass the module, or for example `lambda: Model(config)`."
-        )
-    try:
-        module = make()
-    except MemsaveError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"`{make!r}` cannot construct the module ({type(error).__name__}: {error}). It is "
-            "called without arguments, on fake tensors: do not require arguments or read values "
-            "of tensors in it, or pass the module itself."
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise ConfigurationError(
-            f"`{make!r}` returned {type(module).__name__}, not a module. Return the module."
-        )
-    return module
 
 
 def _check_device(device: str) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import figure_table
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.parameters import ModuleParameters, ParameterTable, ancestors
+from lightning_memsave.measure.parameters import ModuleParameters, ParameterTable, ancestors
 from lightning_memsave.prediction.result import ModuleMemory
 from lightning_memsave.units import format_bytes
 

@@ -1,7 +1,6 @@
 """Describe batches by dtypes and shapes, and build them."""
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from lightning_memsave.targets.hugging_face import TASK_NAMES, TASKS
 MAX_NUMEL = 2**40
 """Larger tensors are refused, as typing errors."""
 
-_SIZES = re.compile(r"[-+]?[\d.]+(\s*[x×*]\s*[-+]?[\d.]+)*")  # noqa: RUF001 - the sign of products
+_SIZES = re.compile(r"[-+]?[\d.]+(\s*x\s*[-+]?[\d.]+)*")
 _TENSOR = re.compile(r"(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*(?:<\s*(?P<bound>\d+))?")
 _SHORT = {
     "float": "float32", "fp32": "float32", "double": "float64", "half": "float16",
@@ -26,8 +25,8 @@ _SHORT = {
 }  # fmt: skip
 _HOW = (
     'Write "8x512" for samples x tokens of a Hugging Face model, describe each tensor: '
-    '"x=float32[8,3,224,224],y=int64[8]", or write JSON for nested ones: '
-    '\'{"in": {"x": "float32[8,10]"}, "y": "int64[8]"}\'.'
+    '"x=float32[8,3,224,224],y=int64[8]" (without names for a tuple), or name a function that '
+    'returns the batch: "file.py:function".'
 )
 
 
@@ -74,12 +73,12 @@ class BatchSpec:
         x=float32[8,16],y=int64[8]<10
     """
 
-    structure: Any
+    structure: Any  # a `TensorSpec`, a tuple of them, or a dict
 
     def build(self, seed: int = 0) -> Any:
         """Make the batch; on fake tensors under a ``FakeTensorMode``."""
         generator = torch.Generator().manual_seed(seed)
-        return _map(self.structure, lambda spec: spec.build(generator))
+        return self._each(lambda spec: spec.build(generator))
 
     def build_for_prediction(self) -> Any:
         """Make the batch for a prediction, which needs no values of large tensors (on ``meta``)."""
@@ -90,34 +89,45 @@ class BatchSpec:
                 return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             return spec.build(generator)
 
-        return _map(self.structure, make)
+        return self._each(make)
+
+    def _each(self, make: Callable[[TensorSpec], Tensor]) -> Any:
+        if isinstance(self.structure, TensorSpec):
+            return make(self.structure)
+        if isinstance(self.structure, Mapping):
+            return {name: make(spec) for name, spec in self.structure.items()}
+        return tuple(map(make, self.structure))
 
     def __str__(self) -> str:
         if isinstance(self.structure, Mapping):
             return ",".join(f"{name}={value}" for name, value in self.structure.items())
-        if isinstance(self.structure, tuple) and not hasattr(self.structure, "_fields"):
-            return ",".join(map(str, self.structure)) + "," * (len(self.structure) == 1)
+        if isinstance(self.structure, tuple):
+            return ",".join(map(str, self.structure))
         return str(self.structure)
 
 
-def parse_sizes(text: object) -> tuple[int, ...] | None:
+def parse_sizes(text: str) -> tuple[int, ...] | None:
     """Parse sizes such as ``"8x512"``."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        text = str(text)
-    if not isinstance(text, str) or not _SIZES.fullmatch(text.strip()):
+    if not _SIZES.fullmatch(text.strip()):
         return None
-    sizes = re.split(r"\s*[x×*]\s*", text.strip())  # noqa: RUF001
-    return tuple(_size(size, text) for size in sizes)
+    return tuple(_size(size, text) for size in re.split(r"\s*x\s*", text.strip()))
 
 
-def parse_batch(batch: Any) -> BatchSpec:
-    """Parse a batch that is described tensor by tensor."""
-    if isinstance(batch, BatchSpec):
-        return batch
-    structure = _parse_text(batch) if isinstance(batch, str) else _parse_nested(batch)
-    if next(_leaves(structure), None) is None:
-        raise ConfigurationError(f"Batch {batch!r} has no tensor. {_HOW}")
-    return BatchSpec(structure)
+def parse_batch(text: str) -> BatchSpec:
+    """Parse a batch that is described tensor by tensor: named ones, or a tuple of others."""
+    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", text.strip())]
+    if parts == [""]:
+        raise ConfigurationError(f"Batch {text!r} has no tensor. {_HOW}")
+    named = [part.partition("=") for part in parts]
+    if all(equals and name.strip().isidentifier() for name, equals, _ in named):
+        names = [name.strip() for name, _, _ in named]
+        if len(set(names)) < len(names):
+            raise ConfigurationError(f"Batch {text!r} names a tensor twice. Use each name once.")
+        return BatchSpec({name.strip(): _parse_tensor(value) for name, _, value in named})
+    if any(equals for _, equals, _ in named):
+        raise ConfigurationError(f"Batch {text!r} has tensors with a name and without. {_HOW}")
+    tensors = tuple(map(_parse_tensor, parts))
+    return BatchSpec(tensors if len(tensors) > 1 else tensors[0])
 
 
 def checked(spec: TensorSpec) -> TensorSpec:
@@ -137,42 +147,6 @@ def checked(spec: TensorSpec) -> TensorSpec:
             f"{spec.upper_bound}. Use a bound of at least {spec.lower_bound + 1}."
         )
     return spec
-
-
-def _parse_text(text: str) -> Any:
-    if text.lstrip().startswith(("{", "[")):
-        try:
-            return _parse_nested(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(f"Batch {text!r} is not JSON ({error}). {_HOW}") from error
-    inner = text.strip()
-    is_tuple = inner.startswith("(") and inner.endswith(")")
-    inner = inner[1:-1] if is_tuple else inner
-    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", inner)]
-    is_tuple |= len(parts) > 1
-    parts = parts[:-1] if parts[-1] == "" else parts
-    named = [part.partition("=") for part in parts]
-    if parts and all(equals and name.strip().isidentifier() for name, equals, _ in named):
-        names = [name.strip() for name, _, _ in named]
-        if len(set(names)) < len(names):
-            raise ConfigurationError(f"Batch {text!r} names a tensor twice. Use each name once.")
-        return {name.strip(): _parse_tensor(value) for name, _, value in named}
-    if any(equals for _, equals, _ in named):
-        raise ConfigurationError(f"Batch {text!r} has tensors with a name and without. {_HOW}")
-    tensors = tuple(_parse_tensor(part) for part in parts)
-    return tensors if is_tuple or len(tensors) != 1 else tensors[0]
-
-
-def _parse_nested(value: Any) -> Any:
-    if isinstance(value, str):
-        return _parse_tensor(value)
-    if isinstance(value, TensorSpec):
-        return checked(value)
-    if isinstance(value, Tensor):
-        is_integer = not value.dtype.is_floating_point and not value.dtype.is_complex
-        bound = int(value.max()) + 1 if is_integer and value.numel() else 2
-        return checked(TensorSpec(value.dtype, tuple(value.shape), max(bound, 2)))
-    return _rebuilt(value, _parse_nested)
 
 
 def _parse_tensor(text: str) -> TensorSpec:
@@ -199,28 +173,6 @@ def _size(text: str, of: str) -> int:
             f"{_HOW}"
         )
     return int(text)
-
-
-def _map(value: Any, function: Callable[[TensorSpec], Any]) -> Any:
-    if isinstance(value, TensorSpec):
-        return function(value)
-    return _rebuilt(value, lambda item: _map(item, function))
-
-
-def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Mapping):
-        return {name: function(item) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(function, value))
-    return value
-
-
-def _leaves(value: Any) -> Any:
-    found: list[TensorSpec] = []
-    _map(value, found.append)
-    return iter(found)
 
 
 def find_hugging_face_model(module: nn.Module) -> Any:

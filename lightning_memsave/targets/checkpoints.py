@@ -3,7 +3,6 @@
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,10 @@ from lightning_memsave.errors import ConfigurationError
 _PLACES = ("state_dict", "model_state_dict", "model", "module")
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Contents of a checkpoint."""
-
-    tensors: Mapping[str, Tensor]
-    hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
-    class_name: str | None = None
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint without loading its weights."""
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read names, shapes and hyper-parameters of a checkpoint without loading its weights."""
     if path.suffix == ".safetensors":
-        return Checkpoint(_read_safetensors(path))
+        return _read_safetensors(path), {}
     # Under this mode no tensor data is read or allocated.
     with FakeTensorMode():
         found = load_without_code(
@@ -55,9 +45,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
     arguments = _get(found, "hyper_parameters")
     arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
-    class_name = arguments.pop("_class_path", None)
     arguments.pop("_instantiator", None)
-    return Checkpoint(_without_wrappers(tensors), arguments, class_name)
+    return _without_wrappers(tensors), arguments
 
 
 def load_without_code(

@@ -7,9 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,25 +17,9 @@ import torch
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
 
-from lightning_memsave.core.files import is_installed
 from lightning_memsave.core.names import did_you_mean
-from lightning_memsave.errors import ConfigurationError, MemsaveError
-from lightning_memsave.prediction.fake.tensors import allow_construction, remedy_for
-
-_MAX_LENGTH = 300
-
-
-@contextlib.contextmanager
-def explained(what: str, fix: str) -> Iterator[None]:
-    """Convert exceptions of user code into a `ConfigurationError` with a remedy."""
-    try:
-        yield
-    except MemsaveError:
-        raise
-    except (Exception, SystemExit) as error:
-        said = _in_brief(f"{type(error).__name__}: {error}")
-        fix = remedy_for(error) or fix
-        raise ConfigurationError(f"{what} failed{_place(error)} ({said}). {fix}") from error
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.user_code import build_module, explained
 
 
 @contextlib.contextmanager
@@ -52,43 +34,12 @@ def importable(folder: str | None = None) -> Iterator[None]:
             sys.path.remove(path)
 
 
-# torch lists all backends if it has no kernel for one of them.
-def _in_brief(text: str) -> str:
-    text = " ".join(text.split()).rstrip(".")
-    if len(text) <= _MAX_LENGTH:
-        return text
-    first = re.split(r"(?<=[.!?])\s+(?=[A-Z'`\"])", text, maxsplit=1)[0].rstrip(".")
-    return first if len(first) <= _MAX_LENGTH else f"{first[:_MAX_LENGTH]} ..."
-
-
-_PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
-
-
-# The innermost line of the user's own code.
-def _place(error: BaseException) -> str:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not is_installed(frame.filename)
-        and not frame.filename.startswith(("<frozen", _STANDARD_LIBRARY, _PACKAGE))
-    ]
-    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-
-
 Factory = Callable[..., Any]
 
 
 def find_factory(text: str) -> Factory:
     """Import a class or function that returns a module."""
-    where, _, name = text.rpartition(":")
-    if not where:
-        raise ConfigurationError(
-            f"`{text}` does not name a class and its module. Write `module:Class`, or "
-            "`path/to/file.py:Class`."
-        )
-    with importable(_folder_of(where)):
-        module = _import_file(where) if where.endswith(".py") else _import_module(where)
-        found = _attribute(module, where, name)
+    found = _find_object(text)
     if isinstance(found, nn.Module):
         raise ConfigurationError(
             f"`{text}` is a model that exists already and uses memory. Name its class, or a "
@@ -108,6 +59,30 @@ def find_factory(text: str) -> Factory:
     return result
 
 
+def call_for_batch(text: str) -> Any:
+    """Call the function without arguments that returns the batch."""
+    function = _find_object(text)
+    fix = "Name a function without arguments that returns a batch."
+    if not callable(function):
+        raise ConfigurationError(
+            f"`{text}` is a `{type(function).__name__}`, which cannot be called. {fix}"
+        )
+    with explained(f"`{text}`", fix), importable(_folder_of(text.rpartition(":")[0])):
+        return function()
+
+
+def _find_object(text: str) -> Any:
+    where, _, name = text.rpartition(":")
+    if not where:
+        raise ConfigurationError(
+            f"`{text}` does not name a class and its module. Write `module:Class`, or "
+            "`path/to/file.py:Class`."
+        )
+    with importable(_folder_of(where)):
+        module = _import_file(where) if where.endswith(".py") else _import_module(where)
+        return _attribute(module, where, name)
+
+
 def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
     """Bind arguments to a factory."""
     _check_arguments(text, factory, arguments)
@@ -115,20 +90,10 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
     def make() -> nn.Module:
         fix = "Does it run in a training script?"
-        with explained(f"`{text}`", fix), importable(folder), allow_construction():
-            return checked_module(text, factory(**arguments))
+        with importable(folder):
+            return build_module(functools.partial(factory, **arguments), text, fix)
 
     return make
-
-
-def checked_module(name: str, made: object) -> nn.Module:
-    """Check that a factory returned a module, and return it."""
-    if isinstance(made, nn.Module):
-        return made
-    raise ConfigurationError(
-        f"`{name}` returned a `{type(made).__name__}`, which is not an `nn.Module`. Return the "
-        "model only."
-    )
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
@@ -174,6 +139,10 @@ def _import_module(name: str) -> ModuleType:
         raise
 
 
+# File and time of its last change, by the name of its module.
+_imported: dict[str, tuple[Path, int]] = {}
+
+
 def _import_file(path: str) -> ModuleType:
     if not Path(path).is_file():
         folder = Path(path).parent
@@ -183,6 +152,10 @@ def _import_file(path: str) -> ModuleType:
         raise ConfigurationError(f"`{path}` does not exist. {fix}")
     # Prefixed, as another module may have the same name.
     name = f"_memsave_target_{Path(path).stem}"
+    state = Path(path).resolve(), Path(path).stat().st_mtime_ns
+    # A batch may be of a class beside the model, which must not exist twice.
+    if name in sys.modules and _imported.get(name) == state:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:  # pragma: no cover - not for a file named *.py
         raise ConfigurationError(f"`{path}` cannot be imported. Write `package.module:Class`.")
@@ -195,6 +168,7 @@ def _import_file(path: str) -> ModuleType:
     except ConfigurationError:
         del sys.modules[name]
         raise
+    _imported[name] = state
     return module
 
 

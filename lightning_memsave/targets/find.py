@@ -7,22 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.targets.batches import BatchSpec, TensorSpec
 from lightning_memsave.targets.checkpoints import read_checkpoint
-from lightning_memsave.targets.code import files_like, find_factory, maker_of, parse_arguments
-from lightning_memsave.targets.hugging_face import TASKS, maker_of_config, read_config
+from lightning_memsave.targets.code import files_like, find_factory, maker_of
+from lightning_memsave.targets.hugging_face import maker_of_config, read_config
 from lightning_memsave.targets.lightning_yaml import read_lightning_config
-from lightning_memsave.targets.target import Target, make_batch_spec
-
-__all__ = [
-    "TASKS",
-    "BatchSpec",
-    "Target",
-    "TensorSpec",
-    "load_target",
-    "make_batch_spec",
-    "parse_arguments",
-]
+from lightning_memsave.targets.target import Target
 
 _FORMS = (
     "Pass `module:Class`, `path/to/file.py:Class`, a Hugging Face config.json or its folder, "
@@ -61,15 +50,7 @@ def load_target(
         return Target(text, "hugging_face", maker_of_config(text, config, task))
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         _refuse(text, "a configuration for LightningCLI", task=task)
-        read = read_lightning_config(text, model, arguments)
-        return Target(
-            text,
-            "lightning_cli",
-            read.make,
-            read.settings,
-            read.trainer_arguments,
-            notes=read.notes,
-        )
+        return read_lightning_config(text, model, arguments)
     if path.is_file() and path.suffix in _CHECKPOINTS:
         _refuse(text, "a checkpoint", task=task)
         return _target_from_checkpoint(text, model, arguments)
@@ -86,14 +67,15 @@ def load_target(
 
 
 def _target_from_checkpoint(path: str, model: str | None, arguments: dict[str, Any]) -> Target:
-    read = read_checkpoint(Path(path))
+    tensors, hyper_parameters = read_checkpoint(Path(path))
+    class_name = hyper_parameters.pop("_class_path", None)
     if model is None:
-        named = "" if read.class_name is None else f": it was a `{read.class_name}`"
+        named = "" if class_name is None else f": it was a `{class_name}`"
         note = f"without `--model module:Class`, only names and shapes are known{named}"
-        return Target(path, "checkpoint", tensors=read.tensors, notes=(note,))
+        return Target(path, "checkpoint", tensors=tensors, notes=(note,))
     factory = find_factory(model)
-    make = maker_of(model, factory, _accepted(factory, read.hyper_parameters) | arguments)
-    return Target(path, "checkpoint", make, tensors=read.tensors)
+    make = maker_of(model, factory, _accepted(factory, hyper_parameters) | arguments)
+    return Target(path, "checkpoint", make, tensors=tensors)
 
 
 # As in Lightning's `load_from_checkpoint`: drop arguments that the class does not accept.

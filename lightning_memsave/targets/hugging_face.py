@@ -13,7 +13,7 @@ from torch import nn
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.tensors import allow_construction
-from lightning_memsave.targets.code import explained
+from lightning_memsave.prediction.user_code import explained
 
 # Suffix of "AutoModelFor", and the task in the name of transformers' mapping.
 TASK_NAMES = {

@@ -4,7 +4,6 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,15 @@ import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.fake.tensors import allow_construction
-from lightning_memsave.targets.code import checked_module, explained, find_factory, importable
+from lightning_memsave.prediction.user_code import build_module, explained
+from lightning_memsave.targets.code import find_factory, importable
+from lightning_memsave.targets.target import Target
 
 # Objects that do not affect the memory of a step.
 _NOT_ARGUMENTS = ("callbacks", "logger", "profiler")
 
 
-@dataclass(frozen=True, slots=True)
-class LightningConfig:
-    """Contents of a config."""
-
-    make: Callable[[], nn.Module]
-    settings: dict[str, Any] | None = None
-    trainer_arguments: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def read_lightning_config(
-    path: str, model: str | None, arguments: Mapping[str, Any]
-) -> LightningConfig:
+def read_lightning_config(path: str, model: str | None, arguments: Mapping[str, Any]) -> Target:
     """Read a config for ``--config``, without constructing a Trainer or data."""
     found = _section(path, _load(Path(path)), "")
     for subcommand in ("fit", "validate"):
@@ -48,11 +36,13 @@ def read_lightning_config(
     if optimizer is not None and "class_path" not in optimizer:
         notes.append("`optimizer` names no class: the model's `configure_optimizers` is used")
         optimizer = None
-    return LightningConfig(
+    return Target(
+        path,
+        "lightning_cli",
         _maker(path, found, model, arguments, optimizer),
         _settings(path, found, trainer),
         {name: value for name, value in trainer.items() if name not in _NOT_ARGUMENTS},
-        tuple(notes),
+        notes=tuple(notes),
     )
 
 
@@ -111,8 +101,8 @@ def _parsed(
     instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
 
     def make() -> nn.Module:
-        with importable(), explained(f"`model` of `{path}`", fix), allow_construction():
-            made = checked_module(f"model of {path}", instantiate(config.clone()).model)
+        with importable():
+            made = build_module(lambda: instantiate(config.clone()).model, f"model of {path}", fix)
         if optimizer is not None:
             # As LightningCLI does for an optimizer in the file.
             configure: Any = functools.partial(_make_optimizer, made, path, optimizer)

@@ -16,6 +16,7 @@ from lightning_memsave.targets.batches import (
     parse_batch,
     parse_sizes,
 )
+from lightning_memsave.targets.code import call_for_batch
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,25 @@ class Target:
         return self.module_without_data if self.can_build else self.tensors
 
 
-def make_batch_spec(sizes: Any, target: Target | None = None) -> BatchSpec:
+def read_batch(text: str, target: Target | None = None) -> tuple[Any, str]:
+    """Make the batch that a user described, for a prediction, and say what it is.
+
+    Example:
+        >>> read_batch("x=int64[2]<1")
+        ({'x': tensor([0, 0])}, 'x=int64[2]<1')
+    """
+    where, separator, _ = text.strip().rpartition(":")
+    if separator and (where.endswith(".py") or where.replace(".", "").isidentifier()):
+        return call_for_batch(text.strip()), text.strip()
+    spec = make_batch_spec(text, target)
+    return spec.build_for_prediction(), str(spec)
+
+
+def make_batch_spec(sizes: str, target: Target | None = None) -> BatchSpec:
     """Make a batch spec from sizes, or from a description of each tensor.
 
     Example:
-        >>> print(make_batch_spec({"x": "float32[8,10]", "y": "int64[8]<3"}))
+        >>> print(make_batch_spec("x=fp32[8,10], y=long[8]<3"))
         x=float32[8,10],y=int64[8]<3
     """
     numbers = parse_sizes(sizes)

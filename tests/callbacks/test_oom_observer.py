@@ -17,21 +17,21 @@ from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_memsave.callbacks import oom_observer
-from lightning_memsave.callbacks import oom_report as _oom_facts
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
-from lightning_memsave.callbacks.oom_report import OutOfMemoryReport
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, MemsaveWarning
-from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.oom import report as _oom_facts
+from lightning_memsave.oom.report import OutOfMemoryReport
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.units import GIB
 from tests import out_of_memory
 from tests.callbacks.lit import Vectors, make_lit, make_trainer
 from tests.cases import WIDTH, make_model
-from tests.explain import oom_messages
 from tests.helpers import set_clock
+from tests.oom import messages as oom_messages
 from tests.out_of_memory import OutOfMemoryAt
 
 MESSAGE = oom_messages.FRAGMENTED.partition(": ")[2]

@@ -270,7 +270,7 @@ def test_explain(arguments, said, capsys):
         (["weights.pt", "cut.ckpt"], "a file written by `torch.save(model.state_dict(), path)`"),
         (["list.json", "weights.pt"], "or name the code: `module:Class`"),
         (["cut.json", "cut.json"], "Write it again with `memsave predict --json`"),
-        (["report.json", "report.json"], "Run it again with `MemSaveCallback(monitor=True)`"),
+        (["report.json", "report.json"], "Run it again with `MemSaveCallback(predict=True)`"),
         (["weights.pt", "weights.pt", "--batch", "2x8"], "`--model module:Class`"),
         (["weights.pt", "weights.pt", "--model", "net"], "Write `module:Class`"),
         (["weights.pt", "weights.pt", "--arg", "x"], "Write `name=value`"),
@@ -335,7 +335,7 @@ def take_one(output: Any) -> Any:
 
 ROWS = torch.ones(8, 4)
 FUNCTION = "Pass the module, or for example `lambda: Model(config)`"
-ITSELF = "or the module itself"
+ITSELF = "or pass the module itself"
 LOSS = "`loss=lambda output, batch: "
 NAMED = "Write for example `settings={"
 
@@ -401,9 +401,9 @@ def test_predict_memory(arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        *(({"model": wrong}, ITSELF) for wrong in (3, None, {"a": ROWS}, [make()], b"gpt2")),
+        *(({"model": wrong}, FUNCTION) for wrong in (3, None, {"a": ROWS}, [make()], b"gpt2")),
         ({"model": fail}, ITSELF),
-        ({"model": give_3}, ITSELF),
+        ({"model": give_3}, "Return the module only"),
         *(({"model": wrong}, FORMS) for wrong in ("nowhere", "", ".", "notes.txt")),
         ({"model": Path("confg.yaml")}, "Did you mean `config.yaml`?"),
         ({"batch": "8x4"}, '"x=float32[8,10],y=int64[8]"'),
@@ -440,14 +440,14 @@ def test_explain_memory(arguments, said):
     [
         *((wrong, "Pass a module, a function that returns one") for wrong in (3, None, [1], True)),
         (fail, ITSELF),
-        (give_3, ITSELF),
+        (give_3, "Return the module only"),
         (nn.Linear, ITSELF),
         ("", FORMS),
         (".", FORMS),
         ("nowhere.json", FORMS),
         ("list.json", "or name the code: `module:Class`"),
-        ("cut.json", "Write it again with `MemoryPrediction.to_dict()`"),
-        ("report.json", "Compare two of the same kind"),
+        ("cut.json", "Write it again with `memsave predict --json`"),
+        ("report.json", "Run it again with `MemSaveCallback(predict=True)`"),
         ({"a": "b"}, "a shape such as `(10, 4)`"),
         ({"a": (-3, 2)}, "a shape such as `(10, 4)`"),
         ({"a": ("x", 2)}, "a shape such as `(10, 4)`"),

@@ -1,4 +1,4 @@
-"""`memsave compare` on models, predictions and reports."""
+"""`memsave compare` on models, predictions and reports of runs."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_memsave.analysis.compare import compare_memory
+from lightning_memsave.api import compare_memory
 from lightning_memsave.cli.main import main
 from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of, run_process, write_project
 
@@ -97,30 +97,18 @@ class TestSteps:
 
 
 class TestReports:
-    def test_settings_and_bytes(self, capsys, project):
-        for name, num_bytes, changes in (("a", 1000, []), ("b", 400, [{"name": "optimizer"}])):
-            report: dict[str, object] = {
-                "settings": {"optimizer": None if not changes else "8bit"},
-                "changes": [],
-                "refusals": [],
-                "measured": {"peak_bytes": num_bytes, "by_category": {"activation": num_bytes}},
-                "predicted": None,
-                "versions": {},
-            }
-            (project / f"{name}.json").write_text(json.dumps(report))
-        found = json_of(capsys, "compare", "a.json", "b.json")
-        assert (found["kind"], found["total"]["difference"]) == ("reports", -600)
-        assert found["settings"] == [{"name": "optimizer", "before": "None", "after": "8bit"}]
-
-    # What a run measures there is in blocks.
-    def test_a_prediction_for_cuda_is_compared_in_blocks_of_the_allocator(self, capsys, project):
-        predicted = json_of(capsys, "predict", "gpt2", "--batch", "2x8")
-        assert predicted["allocated_bytes"] > predicted["peak_bytes"]
-        (project / "predicted.json").write_text(json.dumps(predicted))
-        measured = {"peak_bytes": predicted["allocated_bytes"], "by_category": {}}
-        report = {"settings": {}, "changes": [], "refusals": [], "measured": measured}
-        (project / "run.json").write_text(json.dumps(report | {"device": "cuda", "versions": {}}))
-        found = json_of(capsys, "compare", "predicted.json", "run.json")
+    def test_a_run_is_compared_by_its_prediction(self, capsys, project, saved):
+        predicted = json.loads((project / "after.json").read_text())
+        report = {"settings": {}, "changes": [], "refusals": [], "predicted": predicted}
+        # What a run measures on CUDA is in blocks of the allocator.
+        report["measured"] = {"peak_bytes": 7, "allocated_bytes": 512}
+        (project / "run.json").write_text(json.dumps(report))
+        found = json_of(capsys, "compare", "before.json", "run.json", "--gpu", "T4")
+        assert found["kind"] == "predictions"
+        assert found["total"]["difference"] > 0
+        assert (found["measured"]["before"], found["measured"]["after"]) == (None, 512)
+        assert found["gpus"]["b"][0]["fits"]
+        found = json_of(capsys, "compare", "run.json", "gpt2", "--batch", "8x32")
         assert found["total"]["difference"] == 0
 
 
@@ -130,11 +118,11 @@ class TestBadInput:
         [
             (("gpt2", "nowhere"), "`nowhere` does not exist"),
             (("gpt2", "broken.json"), "is not JSON"),
-            (("run.json", "nofile.json"), "`nofile.json` does not exist"),
+            (("before.json", "nofile.json"), "`nofile.json` does not exist"),
             (("nofile.json", "before.json"), "`nofile.json` does not exist"),
             (("gpt2", "before.json"), "add --batch with its sizes"),
-            (("gpt2", "run.json"), "`memsave predict gpt2 --batch 8x512 --json > predicted.json`"),
-            (("run.json", "gpt2", "--batch", "2x8"), "compare with that file"),
+            (("gpt2", "run.json"), "`memsave predict MODEL --batch SIZES --json`"),
+            (("run.json", "gpt2", "--batch", "2x8"), "MemSaveCallback(predict=True)"),
             (("gpt2", "larger", "--gpu", "T4"), "--gpu needs a training step"),
             (("gpt2", "larger", "--set", "optimizer=8bit"), "--set needs a training step"),
             (("gpt2", "larger", "--html", "page.html"), "Add --batch"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_memsave.cli.main import main
-from lightning_memsave.explain.oom_diagnosis import diagnose
-from lightning_memsave.explain.oom_message import read_out_of_memory
+from lightning_memsave.oom.diagnosis import diagnose
+from lightning_memsave.oom.message import read_out_of_memory
 from tests.cli.shell import BATCH, json_of, message_of, run_process, write_project
 
 FRAGMENTED = (

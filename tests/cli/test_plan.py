@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped] # it comes without types
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_memsave.analysis.plan import plan_memory
+from lightning_memsave.api import plan_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.lightning_pytorch import MemSaveCLI
 from lightning_memsave.cli.main import main

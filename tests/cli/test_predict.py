@@ -12,8 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch.utils.data import DataLoader
 
-from lightning_memsave.analysis.explain import explain_memory
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import explain_memory, predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.main import main
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -413,9 +412,15 @@ class TestBadInput:
         said = message_of(capsys, "predict", "gpt2", "--batch", "-1x8")
         assert "must be a whole number of at least 1" in said
 
-    def test_nested_batches_are_json(self, capsys):
+    def test_nested_batches_come_from_a_function(self, capsys, project):
         said = message_of(capsys, "predict", "net:Lit", "--batch", "in={x=float32[8,64]}")
-        assert '{"in": {"x": "float32[8,10]"}' in said
+        assert 'name a function that returns the batch: "file.py:function"' in said
+        code = "import torch\ndef make():\n    return torch.ones(8, 64), torch.zeros(8).long()\n"
+        (project / "batches.py").write_text(code)
+        made = json_of(capsys, "predict", "net:Lit", "--batch", "batches.py:make")
+        assert made["batch"] == "batches.py:make"
+        described = json_of(capsys, "predict", "net:Lit", "--batch", BATCH)
+        assert made["by_category"] == described["by_category"]
 
     @pytest.mark.parametrize(
         ("text", "said"),

@@ -8,14 +8,12 @@ from rich.console import Console
 from torch import nn
 
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.memory_changes import Change, grouped
 from lightning_memsave.explain.model_changes import (
     align_names,
     compare_parameters,
     compare_predictions,
 )
-from lightning_memsave.explain.report_changes import compare_reports
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from tests.tabular_bert import LARGE_VOCABULARY, SMALL_VOCABULARY, meta_tabular_bert
 
@@ -199,6 +197,16 @@ class TestPredictions:
         assert found.notes[0].startswith("one is for cpu, one for cuda")
         assert str(found).splitlines()[1].startswith("note: one is for cpu")
 
+    def test_measured_peaks_are_one_line(self):
+        a, b = prediction(), prediction(batch=2)
+        found = compare_predictions(a, b, measured_bytes=(None, 2048))
+        assert found.measured == Change("measured", None, 2048)
+        assert "Measured peaks: not measured -> 2.00 KiB." in str(found)
+        assert found.to_dict()["measured"]["after"] == 2048
+        plain = compare_predictions(a, b)
+        assert (plain.measured, plain.to_dict()["measured"]) == (None, None)
+        assert "Measured" not in str(plain)
+
     def test_a_share_is_never_more_than_the_whole(self):
         a, b = (
             {"up.weight": (10 * n,), "down.weight": (40 - 9 * n,), "same.weight": (3,)}
@@ -273,72 +281,3 @@ def test_blocks_that_are_new_stand_with_those_that_grew():
     assert (new.name, new.before, new.status) == ("h.*.fc (2 x)", None, "new")
     # Where they have not all changed alike, none can speak for the others.
     assert len(grouped(changes((4, 8), (4, 9), (None, 8)))) == 3
-
-
-def report(peak=1000, categories=None, **more):
-    measured = {"peak_bytes": peak, "by_category": categories or {}}
-    return {"settings": {}, "changes": [], "measured": measured, "device": "cpu"} | more
-
-
-class TestReports:
-    def test_categories_settings_and_versions(self):
-        a = report(1000, {"parameter": 900, "activation": 100}, versions={"torch": "2.12"})
-        b = report(
-            1500,
-            {"parameter": 900, "activation": 600},
-            settings={"optimizer": "8bit"},
-            versions={"torch": "2.13"},
-        )
-        found = compare_reports(a, b)
-        assert found.total.difference == 500
-        assert found.categories[1].difference == 500
-        assert found.settings == (
-            ("optimizer", "-", "8bit"),
-            ("version of torch", "2.12", "2.13"),
-        )
-
-    def test_without_categories(self):
-        found = compare_reports(report(10), report(20))
-        assert found.categories == ()
-        assert "only the sum is measured" in found.notes[0]
-
-    def test_predicted_where_nothing_was_measured(self):
-        b = report() | {
-            "measured": None,
-            "predicted": {"peak_bytes": 7, "by_category": {"input": 7}},
-        }
-        found = compare_reports(report(9, {"input": 9}), b, ("x", "y"))
-        assert found.total.after == 7
-        assert found.notes == ("x was measured, y predicted",)
-
-    def test_against_a_prediction(self):
-        found = compare_reports(prediction(), report(520, {"parameter": 400, "activation": 120}))
-        assert found.total.difference == 10
-        assert found.notes == ("first was predicted, second measured",)
-
-    def test_only_what_was_on_is_set_beside_a_prediction(self):
-        rows = [
-            {"name": "optimizer", "value": "'8bit'", "status": "on"},
-            {"name": "activation_checkpointing", "value": "'all'", "status": "no effect"},
-        ]
-        asked = {"optimizer": "'auto'", "keep_32bit": "()", "blocks": "None", "monitor": "True"}
-        b = report(9, settings=asked, changes=rows, versions={"torch": "2.13"})
-        a = prediction(settings={"precision": "32-true"}, device="cuda")
-        found = compare_reports(a, b, ("x", "y"))
-        assert found.settings == (("optimizer", "-", "'8bit'"),)
-        assert found.notes[0].startswith("one is for cuda, one for cpu")
-        assert str(found).splitlines()[1].startswith("note: one is for cuda, one for cpu")
-
-    def test_modules_are_those_of_the_predictions(self):
-        def with_modules(batch):
-            found = json.loads(json.dumps(prediction(batch=batch).to_dict()))
-            return report(100 * batch) | {"predicted": found}
-
-        for a in (with_modules(1), prediction()):
-            found = compare_reports(a, with_modules(8))
-            assert named(found) == {"fc.proj": (500, 1200)}
-            assert any("those of the predictions" in note for note in found.notes)
-
-    def test_refuses_a_report_without_bytes(self):
-        with pytest.raises(ConfigurationError, match="monitor=True"):
-            compare_reports(report(), report() | {"measured": None})

@@ -2,13 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.analysis.explain import make_what_if
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import make_what_if, predict_memory
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.factors import FACTORS, explain_factors
 from lightning_memsave.explain.growth import max_positions
-from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.batch_sizes import (
     find_sequence,
     with_length,
@@ -79,15 +78,16 @@ def test_a_batch_of_one_is_compared_with_two():
 
 
 @pytest.mark.slow
-def test_largest_batch_fits_and_one_more_does_not():
-    capacity = "800MiB"
-    found = ask("batch size", bert, ids(), gpu=capacity)
+def test_the_largest_batch_fits_and_a_third_more_does_not():
+    what_if = make_what_if(bert, ids(), gpu="800MiB")
+    (found,) = explain_factors(what_if, ["batch size"])
+    assert what_if.num_predictions == 3
     largest = found.figures["largest_batch"]
     assert largest > SAMPLES
-    assert predict_memory(bert, ids(largest), gpu=capacity).device_bytes <= 800 * 2**20
-    assert f"{largest:,} samples fit" in found.sentence
-    if "At least" not in found.sentence:
-        assert predict_memory(bert, ids(largest + 1), gpu=capacity).device_bytes > 800 * 2**20
+    assert predict_memory(bert, ids(largest), gpu="800MiB").device_bytes <= 800 * 2**20
+    assert f"At least {largest:,} samples fit" in found.sentence
+    more = predict_memory(bert, ids(largest * 4 // 3), gpu="800MiB")
+    assert more.device_bytes > 800 * 2**20
 
 
 def test_a_guessed_batch_takes_no_memory():

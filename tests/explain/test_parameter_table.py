@@ -13,7 +13,7 @@ from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.dominant_parts import explain_parameters
 from lightning_memsave.explain.model_states import ModelStates, model_states
-from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from lightning_memsave.report.tree import parameter_tree

@@ -10,14 +10,14 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_memsave.analysis.explain import make_what_if
+from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.recorded_blocks import value_of
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS
+from lightning_memsave.prediction.what_if import WhatIf
 
 OPEN = ("activation_checkpointing", "optimizer_in_backward")
 """Arguments that the tests plan, for which all plans can be listed."""

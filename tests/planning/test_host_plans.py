@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from lightning_memsave.analysis.explain import make_what_if
+from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.analysis.explain import explain_memory
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import explain_memory, predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning.remedies import cheapest_that_fits
 from tests.explain.test_factors import bert, ids

@@ -9,11 +9,11 @@ import torch
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch, search_for
 from lightning_memsave.planning.variant import Variant
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from tests.helpers import set_clock
 from tests.planning.plans import (
     OPEN,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import predict_memory
 from lightning_memsave.errors import ConfigurationError, MissingDependencyError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda import autocast as _cuda_autocast

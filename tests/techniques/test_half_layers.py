@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import FastGELUActivation, NewGELUActivation
 
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import predict_memory
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights

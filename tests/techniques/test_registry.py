@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from lightning_memsave.analysis.explain import explain_memory
+from lightning_memsave.api import explain_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.main import main
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import predict_memory
 from lightning_memsave.trainer.nested_fit import quiet, raise_if_interrupted
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

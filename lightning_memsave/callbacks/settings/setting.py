@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from lightning_memsave.core.technique import Handle, Row, undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.trainer.failures import describe
 from lightning_memsave.units import format_bytes
 
 UNCHANGED = "`None` was given"
@@ -26,11 +27,6 @@ def warn(trainer: Any, message: str, category: type[Warning]) -> None:
     """Give a warning on rank zero."""
     if trainer.is_global_zero:
         warnings.warn(message, category, stacklevel=3)
-
-
-def describe(failure: BaseException) -> str:
-    """Write a failure in one line."""
-    return " ".join(f"{type(failure).__name__}: {failure}".split())
 
 
 class Setting(ABC):

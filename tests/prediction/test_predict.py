@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import predict_memory
+from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
+from lightning_memsave.prediction.training_step import TrainingStep
 from lightning_memsave.units import format_bytes
-from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
-from tests.analysis.counting import count, count_by_category, predict, settings_for
 from tests.helpers import ResidentGrowth, set_clock
 from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
+from tests.prediction.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
+from tests.prediction.counting import count, count_by_category, predict, settings_for
 
 
 def _in_turns(name: str) -> tuple[str, ...]:
@@ -367,8 +369,8 @@ def test_refuses_settings_that_are_not_there() -> None:
     [
         ("a model", "neither a module nor a function .* Pass the module"),
         (lambda: "a model", "returned str, not a module. Return the module"),
-        (lambda: nn.Linear(-1, 2), "cannot construct the module .* or pass the module itself"),
-        (nn.Linear, "cannot construct the module .TypeError.* called without arguments"),
+        (lambda: nn.Linear(-1, 2), "failed.* or pass the module itself"),
+        (nn.Linear, "failed.*TypeError.* called without arguments"),
         (nn.LazyLinear(2), "has lazy parameters.* Run one batch through the module first"),
     ],
     ids=["text", "gives_text", "raises", "class", "lazy"],
@@ -387,6 +389,32 @@ def test_names_the_batch_where_the_module_does_not_take_it(batch: Any, error: ty
     with pytest.raises(error) as raised:
         predict_memory(nn.Linear(2, 2), batch)
     assert "check that the module accepts this batch" in raised.value.__notes__[0]
+
+
+def test_a_module_that_a_function_returns_each_time_is_not_trained() -> None:
+    module = nn.Linear(4, 4)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    again = [predict_memory(lambda: module, torch.ones(2, 4), device="cpu") for _ in range(2)]
+    assert again[0].by_phase == again[1].by_phase
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_step_resolves_its_settings_once() -> None:
+    made = []
+
+    def make(**settings: Any) -> MemSaveCallback:
+        made.append(settings)
+        return MemSaveCallback(**settings)
+
+    step = TrainingStep(nn.Linear(2, 2), None, make, {"stack": "single_gpu"}, gpu=parse_gpu("T4"))
+    for _ in range(2):
+        assert (step.precision, step.effective_settings["precision"]) == ("32-true", None)
+        assert step.emulated.keys() == {"precision", "low_precision_weights"}
+        assert step.arguments["precision"] is None
+    assert made == [{"stack": "single_gpu"}]
+    with pytest.raises(TypeError):
+        step.arguments["precision"] = "bf16-mixed"
 
 
 class _Asks(Lit):

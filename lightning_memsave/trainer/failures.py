@@ -5,8 +5,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_memsave.callbacks.settings.setting import describe
 from lightning_memsave.trainer.trainer import package_of
+
+
+def describe(failure: BaseException) -> str:
+    """Write a failure in one line."""
+    return " ".join(f"{type(failure).__name__}: {failure}".split())
 
 
 def say(trainer: Any, message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torchmetrics import AUROC, MeanMetric
 
-from tests.analysis.trap_models import (
+from tests.doctor.trap_models import (
     BitsAndBytes,
     Blocks,
     CheckpointedLayers,
@@ -26,7 +26,7 @@ from tests.analysis.trap_models import (
     tied,
     wide,
 )
-from tests.analysis.trap_steps import (
+from tests.doctor.trap_steps import (
     AddedGradients,
     ClearedGradients,
     Collecting,

@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_memsave.errors import MemsaveError
-from lightning_memsave.explain.parameters import ParameterTable
+from lightning_memsave.measure.parameters import ParameterTable, parameter_table
 from lightning_memsave.prediction.batch_sizes import (
     SequenceAxis,
     find_axis,
+    find_sequence,
     sample_count,
     with_length,
     with_samples,
@@ -24,6 +25,7 @@ from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import TrainingStep
+from lightning_memsave.trainer.precision import overflows_in_float16
 
 # Where the tokens are in what each of them takes.
 _TOKEN_AXES = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
@@ -255,3 +257,21 @@ def _maker_with(make: Callable[[], nn.Module], attention: str) -> Callable[[], n
         return module
 
     return made
+
+
+def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None) -> WhatIf:
+    """Prepare predictions of variants of a step; ``source`` is for `parameter_table`."""
+    return WhatIf(
+        step,
+        parameter_table(source),
+        _name_of(step.optimizer, source),
+        attention_of(source) if isinstance(source, nn.Module) else None,
+        None if step.batch is None else find_sequence(step.batch, sequence_axis),
+        isinstance(source, nn.Module) and bool(overflows_in_float16(source)),
+    )
+
+
+def _name_of(optimizer: Any, source: Any) -> str:
+    if optimizer is not None:
+        return str(getattr(optimizer, "__name__", type(optimizer).__name__))
+    return "" if hasattr(source, "configure_optimizers") else "AdamW"

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import AUROC
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from tests.analysis.trap_steps import Lit
+from tests.doctor.trap_steps import Lit
 
 
 def gpt2(**changes: Any) -> GPT2LMHeadModel:

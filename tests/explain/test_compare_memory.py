@@ -7,13 +7,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_memsave.analysis.compare import compare_memory
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import compare_memory, predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import RunPrediction
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from tests.tabular_bert import (
     LARGE_PARAMETERS,
@@ -99,6 +98,7 @@ def test_predictions_also_as_json(tmp_path):
     assert compare_memory(PREDICTION.to_dict(), PREDICTION).kind == "predictions"
 
 
+@pytest.mark.predicts
 def test_reports_of_real_runs(tmp_path):
     for name, accumulated in (("a", None), ("b", 2)):
         trainer = Trainer(
@@ -122,18 +122,33 @@ def test_reports_of_real_runs(tmp_path):
         trainer.fit(BoringModel())
     paths = [tmp_path / name / "memsave_report.json" for name in ("a", "b")]
     found = compare_memory(*paths)
-    assert found.kind == "reports"
-    assert found.settings == (("accumulate_grad_batches", "None", "2"),)
+    assert found.kind == "predictions"
+    assert found.settings == (("accumulate_grad_batches", "-", "2"),)
     assert "parameter" in {c.name for c in found.categories}
     assert str(paths[1]) in str(found).replace("\n", "")
-    assert compare_memory(PREDICTION, paths[0]).kind == "reports"
+    peaks = [json.loads(path.read_text())["measured"]["peak_bytes"] for path in paths]
+    assert [found.measured.before, found.measured.after] == peaks
+    beside = compare_memory(PREDICTION, paths[0])
+    assert (beside.kind, beside.measured.before, beside.measured.after) == (
+        "predictions",
+        None,
+        peaks[0],
+    )
 
 
 class TestBadInput:
-    @pytest.mark.parametrize("other", [PREDICTION, {"changes": [], "settings": {}}])
-    def test_refuses_what_has_no_figure_in_common(self, other):
+    def test_refuses_what_has_no_figure_in_common(self):
         with pytest.raises(ConfigurationError, match=r"cannot be compared.*predict_memory"):
-            compare_memory(Small(), other)
+            compare_memory(Small(), PREDICTION)
+
+    @pytest.mark.parametrize(
+        ("predicted", "why"), [(None, ","), ({"note": "no batch"}, r" \(no batch\),")]
+    )
+    def test_refuses_a_run_without_a_prediction(self, predicted, why):
+        report = {"changes": [], "settings": {}, "predicted": predicted}
+        said = rf"a run without a prediction{why}.*MemSaveCallback\(predict=True\)"
+        with pytest.raises(ConfigurationError, match=said):
+            compare_memory(report, PREDICTION)
 
     def test_refuses_other_things(self):
         with pytest.raises(ConfigurationError, match=r"A int cannot be compared\. Pass a module"):
@@ -158,11 +173,11 @@ class TestBadInput:
             compare_memory(Small(), "code.pt")
 
     def test_says_what_failed_in_a_function(self):
-        with pytest.raises(ConfigurationError, match=r"failed.*Pass a function without arguments"):
+        with pytest.raises(ConfigurationError, match=r"failed.*called without arguments"):
             compare_memory(Small(), nn.Linear)  # type: ignore[arg-type]
 
     def test_refuses_a_function_that_makes_no_module(self):
-        with pytest.raises(ConfigurationError, match="returned a int, not a module"):
+        with pytest.raises(ConfigurationError, match=r"returned int.*Return the module"):
             compare_memory(Small(), lambda: 5)  # type: ignore[arg-type, return-value]
 
 

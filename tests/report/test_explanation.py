@@ -6,8 +6,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_memsave.analysis.explain import explain_memory
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import explain_memory, predict_memory
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.model_states import ModelStates
 from lightning_memsave.targets.find import load_target
@@ -197,9 +196,9 @@ def test_says_what_is_missing_on_a_small_card():
 
 
 def test_refuses_what_is_no_model():
-    with pytest.raises(ConfigurationError, match="Pass a function"):
+    with pytest.raises(ConfigurationError, match=r"neither a module.*Pass the module"):
         explain_memory(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="Pass a function"):
+    with pytest.raises(ConfigurationError, match=r"returned int.*Return the module"):
         explain_memory(lambda: 3)  # type: ignore[arg-type, return-value]
 
 

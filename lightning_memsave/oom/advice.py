@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_memsave.core.technique import Row
-from lightning_memsave.explain.oom_message import OutOfMemory, own_and_others
 from lightning_memsave.measure.alive_tensors import OWNED, AliveTensor
+from lightning_memsave.oom.message import OutOfMemory, own_and_others
 from lightning_memsave.techniques.registry import entries
 from lightning_memsave.units import MIB, format_bytes
 

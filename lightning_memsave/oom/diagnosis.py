@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_memsave.explain.oom_advice import FRAGMENTED_SHARE, Kept, RunFacts, advise
-from lightning_memsave.explain.oom_message import OutOfMemory, own_and_others
+from lightning_memsave.oom.advice import FRAGMENTED_SHARE, Kept, RunFacts, advise
+from lightning_memsave.oom.message import OutOfMemory, own_and_others
 from lightning_memsave.units import GIB, KIB, MIB, format_bytes
 
 # Others on the device count from this share of it: a desktop alone uses less.
@@ -191,7 +191,7 @@ def diagnose(
     """Say why memory ran out, from the figures of the message and what is known of the run.
 
     Example:
-        >>> from lightning_memsave.explain.oom_message import read_out_of_memory
+        >>> from lightning_memsave.oom.message import read_out_of_memory
         >>> oom = read_out_of_memory(
         ...     "CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 15.90 GiB total capacity; "
         ...     "9.00 GiB already allocated; 0.50 GiB free; 14.50 GiB reserved in total by PyTorch)"

@@ -17,7 +17,7 @@ from lightning_memsave import (
     ChunkedCrossEntropy,
     MemSaveCallback,
 )
-from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.api import predict_memory
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.technique import Technique
@@ -26,7 +26,7 @@ from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.trainer.nested_fit import quiet
-from tests.analysis.architectures import SETTINGS, Architecture
+from tests.prediction.architectures import SETTINGS, Architecture
 
 
 class _Batches(Dataset[Any]):

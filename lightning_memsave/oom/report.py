@@ -12,15 +12,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_memsave.callbacks.report import versions
-from lightning_memsave.callbacks.settings.setting import describe
 from lightning_memsave.core.files import write_file
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
+from lightning_memsave.core.versions import versions
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
-from lightning_memsave.explain.oom_advice import RunFacts, kept_bytes, most_kept
-from lightning_memsave.explain.oom_diagnosis import Diagnosis, diagnose
-from lightning_memsave.explain.oom_message import OutOfMemory, read_out_of_memory
 from lightning_memsave.measure.alive_tensors import (
     AliveTensor,
     find_alive_tensors,
@@ -34,6 +30,10 @@ from lightning_memsave.measure.allocator import (
     read_host_memory,
 )
 from lightning_memsave.measure.nvml import NvmlReading, read_nvml
+from lightning_memsave.oom.advice import RunFacts, kept_bytes, most_kept
+from lightning_memsave.oom.diagnosis import Diagnosis, diagnose
+from lightning_memsave.oom.message import OutOfMemory, read_out_of_memory
+from lightning_memsave.trainer.failures import describe
 from lightning_memsave.units import format_bytes
 
 TEXT_NAME = "memsave_oom.txt"

@@ -30,10 +30,10 @@ from lightning_memsave import (
 from lightning_memsave.doctor.check import Subject
 from lightning_memsave.doctor.registry import CHECKS, run_checks
 from lightning_memsave.targets.find import load_target
-from tests.analysis import trap_models, trap_steps
-from tests.analysis.trap_steps import Lit
-from tests.analysis.traps import CLIPPED, TRAPS, Project
 from tests.cases import MODELS
+from tests.doctor import trap_models, trap_steps
+from tests.doctor.trap_steps import Lit
+from tests.doctor.traps import CLIPPED, TRAPS, Project
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")

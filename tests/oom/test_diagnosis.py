@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from lightning_memsave.explain.oom_advice import RunFacts
-from lightning_memsave.explain.oom_diagnosis import CAUSES, diagnose
-from lightning_memsave.explain.oom_message import read_out_of_memory
+from lightning_memsave.oom.advice import RunFacts
+from lightning_memsave.oom.diagnosis import CAUSES, diagnose
+from lightning_memsave.oom.message import read_out_of_memory
 from lightning_memsave.units import GIB
-from tests.explain import oom_messages as m
+from tests.oom import messages as m
 
 
 def diagnosis_of(text, allocator_settings=""):

@@ -5,9 +5,9 @@ import textwrap
 import pytest
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.oom_message import ProcessOnDevice, read_out_of_memory
+from lightning_memsave.oom.message import ProcessOnDevice, read_out_of_memory
 from lightning_memsave.units import GIB, MIB
-from tests.explain import oom_messages as m
+from tests.oom import messages as m
 
 
 def gib(number):

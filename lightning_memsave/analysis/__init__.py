@@ -1,1 +1,0 @@
-"""Predict, explain and compare memory, from Python."""

@@ -1,0 +1,30 @@
+"""Versions of what a run depends on."""
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable
+
+_PACKAGES = (
+    "lightning-memsave",
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "transformers",
+    "bitsandbytes",
+)
+
+
+def versions() -> dict[str, str]:
+    """Read the versions of what a run depends on."""
+    return {"python": platform.python_version(), **installed_versions(_PACKAGES)}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Read the versions of packages."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

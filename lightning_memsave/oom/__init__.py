@@ -1,0 +1,1 @@
+"""Why memory ran out: the message, the diagnosis, the advice and the report."""
