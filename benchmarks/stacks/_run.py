@@ -76,9 +76,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """What `MemSaveCallback` is told, by name."""
 
-ON_CPU: dict[str, Any] = {"attention": "chunked_sdpa"}
-"""Beside a stack where torch has no attention kernel for dropout."""
-
 
 class Losses(Callback):
     """Keeps the loss of each step."""
@@ -125,7 +122,6 @@ def train(model: str, setting: str, **beside: Any) -> dict[str, Any]:
         ``predicted_bytes``, ``counted_bytes`` and the losses.
     """
     chosen = MODELS[model]
-    beside |= ON_CPU if setting in ("single_gpu", "offload") else {}
     callback = MemSaveCallback(**SETTINGS[setting], **beside, predict=300, report=False)
     batch = chosen.batch()
     module = LanguageModel(chosen.build())
