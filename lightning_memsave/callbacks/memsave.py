@@ -4,8 +4,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.failures import attempted, say
@@ -20,14 +20,14 @@ from lightning_memsave.callbacks.settings.modules import (
     ActivationCheckpointingSetting,
     ChunkedCrossEntropySetting,
 )
+from lightning_memsave.callbacks.settings.names import known_names_only
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.start_advice import add_start_advice, describe_open_window
 from lightning_memsave.core.blocks import BlockSelector
-from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -41,7 +41,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import LowPrec
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import entries, with_plan, with_stack
+from lightning_memsave.techniques.registry import with_plan, with_stack
 from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
@@ -54,10 +54,6 @@ from lightning_memsave.trainer.trainer import (
     second_use,
 )
 from lightning_memsave.trainer.training_loop import has_open_window
-
-
-class _NoOthers(TypedDict, total=False):
-    """What type checkers know of other arguments: there are none."""
 
 
 class MemSaveCallback(CallbackBase):
@@ -148,6 +144,7 @@ class MemSaveCallback(CallbackBase):
         MemSaveCallback(activation_checkpointing='all', optimizer=None)
     """
 
+    @known_names_only
     def __init__(
         self,
         activation_checkpointing: int | float | str | ActivationCheckpointing | None = "auto",
@@ -179,14 +176,10 @@ class MemSaveCallback(CallbackBase):
         monitor: bool | GPUMemoryMonitor = True,
         predict: bool | float = True,
         report: bool = True,
-        **others: Unpack[_NoOthers],
     ) -> None:
-        given = {**locals(), **others}
+        given = {**locals()}
         super().__init__()
-        refuse_unknown(others)
-        # Each parameter by its name, and techniques that other packages have registered.
-        names = dict.fromkeys([*_DEFAULTS, *(entry.argument for entry in entries())])
-        self.arguments = {name: given.get(name, "auto") for name in names}
+        self.arguments = {name: given[name] for name in _DEFAULTS}
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._in_force: Mapping[str, Any] = with_stack(self.arguments)
         self.plan: RunPlan | None = None
@@ -477,22 +470,11 @@ class MemSaveCallback(CallbackBase):
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(MemSaveCallback).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
 }
-
-
-def refuse_unknown(others: Iterable[str]) -> None:
-    """Refuse names that are neither in the signature nor those of registered techniques."""
-    known = [entry.argument for entry in entries()]
-    for name in others:
-        if name not in known:
-            names = ", ".join(f"`{known}`" for known in _DEFAULTS)
-            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {names}."
-            raise ConfigurationError(f"`{name}` is not an argument of `MemSaveCallback`. {fix}")
 
 
 def is_default(name: str, value: object) -> bool:
     """Say whether an argument of `MemSaveCallback` need not be written."""
-    default = _DEFAULTS.get(name, "auto")
+    default = _DEFAULTS[name]
     # Command lines and YAML write an empty list for `()`.
     return bool(value == default) or (default == () and not value)

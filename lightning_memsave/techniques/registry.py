@@ -1,6 +1,5 @@
 """Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its stacks."""
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +47,7 @@ class Entry:
 
 _ON = ("classic", "bitwise", "single_gpu", "offload")
 _AUTO: dict[str, Any] = dict.fromkeys(_ON, "auto")
-_ENTRIES = [
+_ENTRIES = (
     Entry(
         "precision",
         classic="auto",
@@ -92,7 +91,7 @@ _ENTRIES = [
     ),
     Entry.of(LowPrecisionWeights, single_gpu="stochastic", offload="master"),
     Entry.of(OptimizerInBackward, bitwise=True, single_gpu=True),
-]
+)
 
 STACKS = ("off", *_ON)
 """Presets: everything off, the defaults, everything that keeps training bit for bit the same, and
@@ -118,22 +117,12 @@ _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)
 
 def entries() -> tuple[Entry, ...]:
     """Return all entries, in order of application; they are undone in reverse."""
-    return tuple(_ENTRIES)
+    return _ENTRIES
 
 
 def techniques() -> tuple[type[Technique[Any]], ...]:
     """Return the techniques, in order of application."""
     return tuple(entry.technique for entry in _ENTRIES if entry.technique is not None)
-
-
-@contextlib.contextmanager
-def registered(entry: Entry) -> Iterator[None]:
-    """Register one more technique, as the last one, inside the context."""
-    _ENTRIES.append(entry)
-    try:
-        yield
-    finally:
-        _ENTRIES.remove(entry)
 
 
 def values_of(stack: str) -> dict[str, Any]:

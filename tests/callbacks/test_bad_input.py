@@ -215,6 +215,18 @@ def test_all_wrong_arguments_are_in_one_message():
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("optimizer_in_bckward", "Did you mean `optimizer_in_backward`"),
+        ("something", "Use `activation_checkpointing`, `optimizer`, "),
+    ],
+)
+def test_unknown_arguments_name_what_to_write(name, remedy):
+    with pytest.raises(ConfigurationError, match=f"`{name}` is not an argument.* {remedy}"):
+        MemSaveCallback(**{name: 1})  # type: ignore[arg-type]
+
+
 CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"activation_checkpointing": 9}, {}, r'Use a number up to 4, or "all"'),
     ({"activation_checkpointing": "sqrt"}, {}, r'Use "all", which needs less memory'),

@@ -270,7 +270,8 @@ class TestPrecision:
         ("optimizer=adamx_8bit", 'there is no such 8-bit optimizer. Did you mean "adam'),
         ("accumulate_grad_batches=0", "Use `accumulate_grad_batches=4` for a step every four"),
         ("exactness=exact", "Expected a typing.Literal['bitwise', 'rounding', 'approximate']"),
-        ("nonsense=1", "unrecognized arguments: --memsave.nonsense=1"),
+        ("nonsense=1", "`nonsense` is not an argument of `MemSaveCallback`. Use `enabled`, `activ"),
+        ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
     ],
 )
 def test_wrong_settings_exit_with_2_and_a_message(name, flag, message, capsys):

@@ -1,0 +1,35 @@
+"""Unknown names of arguments: an error with the nearest right one, or what to write instead."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import ParamSpec
+
+from lightning_memsave.core.names import did_you_mean
+from lightning_memsave.errors import ConfigurationError
+
+P = ParamSpec("P")
+
+INSTEAD: Mapping[str, str] = {}
+"""What to write for arguments that earlier versions had."""
+
+
+def describe_unknown(name: str, known: Iterable[str]) -> str:
+    """Say what to write instead of an unknown argument of `MemSaveCallback`."""
+    known = list(known)
+    listed = f"Use {', '.join(f'`{other}`' for other in known)}."
+    fix = INSTEAD.get(name) or did_you_mean(name, known).strip() or listed
+    return f"`{name}` is not an argument of `MemSaveCallback`. {fix}"
+
+
+def known_names_only(init: Callable[P, None]) -> Callable[P, None]:
+    """Refuse unknown arguments with what to write instead, where Python names them only."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        if unknown := [describe_unknown(name, known) for name in kwargs if name not in known]:
+            raise ConfigurationError(" ".join(unknown))
+        init(*args, **kwargs)
+
+    return checked
