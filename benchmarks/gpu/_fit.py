@@ -87,7 +87,6 @@ FITS = {
     "roberta 8-bit": Fit("roberta", {**PLAIN, **LOW_BIT_OPTIMIZER}),
     "roberta 16-mixed": Fit("roberta", {**PLAIN, "precision": "16-mixed"}),
     "roberta bf16-true": Fit("roberta", {**PLAIN, "precision": "bf16-true"}),
-    "roberta tf32": Fit("roberta", {**NOTHING, "early_release": None, "tf32": True}),
     "roberta micro-batches": Fit("roberta", {**PLAIN, "micro_batch_size": 16}),
     "llama plain": Fit("llama", PLAIN),
     "vit plain": Fit("vit", PLAIN),

@@ -122,7 +122,6 @@ class MemSaveCallback(CallbackBase):
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
         eval_micro_batch_size: The same for evaluation, where samples prove that it only rounds.
-        tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves it as it is.
         exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             Settings that move them further are off in a stack, and refused if they are given.
         monitor: Measure memory; ``False``, or a `GPUMemoryMonitor` with settings.
@@ -171,7 +170,6 @@ class MemSaveCallback(CallbackBase):
         | Callable[[Any], Any] = "auto",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         eval_micro_batch_size: int | str | MicroBatching | None = "auto",
-        tf32: bool | None = None,
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
         monitor: bool | GPUMemoryMonitor = True,
         predict: bool | float = True,

@@ -76,12 +76,9 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"accumulate_grad_batches": 2.0}, r"Use `accumulate_grad_batches=4`"),
     ({"accumulate_grad_batches": "auto"}, r"or `None` to leave it to the Trainer"),
     ({"accumulate_grad_batches": True}, r"Use `accumulate_grad_batches=4`"),
-    ({"tf32": "high"}, r"Use one of `tf32=True`"),
-    ({"tf32": 1}, r"Use one of `tf32=True`"),
     ({"exactness": "lossless"}, r"Use 'bitwise' or 'rounding' or 'approximate'"),
     ({"exactness": "bitwise", "optimizer": "8bit"}, r"or `optimizer=None`"),
     ({"exactness": "rounding", "precision": "bf16-mixed"}, r"Use `exactness='approximate'`"),
-    ({"exactness": "bitwise", "tf32": True}, r"or `tf32=None`"),
     ({"monitor": "yes"}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`"),
     ({"monitor": GPUMemoryMonitor}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`"),
     ({"report": "memsave.json"}, r"Use one of `report=True`"),
@@ -132,7 +129,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         ({"accumulate_grad_batches": wrong}, r"Use `accumulate_grad_batches=4`")
         for wrong in (-1, "4", NAN, [4], {0: 4}, torch.tensor(4))
     ),
-    *(({"tf32": wrong}, r"Use one of `tf32=True`") for wrong in any_of("on", 0, [True], {})),
     *(
         ({"exactness": wrong}, r"Use 'bitwise' or 'rounding'")
         for wrong in any_of("", "Bitwise", None, 1, True, ["bitwise"], {})
@@ -210,8 +206,8 @@ def test_wrong_arguments_are_refused_with_the_remedy(arguments, remedy):
 
 def test_all_wrong_arguments_are_in_one_message():
     with pytest.raises(ConfigurationError, match=r"\(4 problems\)") as caught:
-        MemSaveCallback("some", precision="fp16", accumulate_grad_batches=0, tf32="on")  # type: ignore[arg-type]
-    for word in ("some", "fp16", "accumulate_grad_batches=0", "tf32='on'"):
+        MemSaveCallback("some", precision="fp16", accumulate_grad_batches=0, attention="on")
+    for word in ("some", "fp16", "accumulate_grad_batches=0", "attention='on'"):
         assert word in str(caught.value)
 
 
@@ -219,6 +215,7 @@ def test_all_wrong_arguments_are_in_one_message():
     ("name", "remedy"),
     [
         ("optimizer_in_bckward", "Did you mean `optimizer_in_backward`"),
+        ("tf32", r'Write `torch\.set_float32_matmul_precision\("high"\)` before fit'),
         ("something", "Use `activation_checkpointing`, `optimizer`, "),
     ],
 )

@@ -100,9 +100,6 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ('keep_32bit=["*.head.*", "*gate*"]', ["*.head.*", "*gate*"]),
         ("keep_32bit+=*.head.*", ["*.head.*"]),
         ('force_8bit=["*.embed.*"]', ["*.embed.*"]),
-        ("tf32=true", True),
-        ("tf32=false", False),
-        ("tf32=null", None),
         ("exactness=bitwise", "bitwise"),
         ("monitor=false", False),
         ("predict=5.5", 5.5),
@@ -154,7 +151,6 @@ CONFIGS = {
         optimizer_kwargs: {betas: [0.9, 0.95]}
         keep_32bit: ["*.head.*"]
         force_8bit: []
-        tf32: false
         monitor: false
         report: false
 """,
@@ -218,7 +214,6 @@ def test_yaml():
         "loss_weight": "auto",
         "split_batch": None,
         "eval_micro_batch_size": "auto",
-        "tf32": False,
         "exactness": "approximate",
         "monitor": False,
         "predict": True,

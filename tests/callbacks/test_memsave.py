@@ -247,7 +247,7 @@ class TestNothingSilent:
 
     def test_report_is_written_beside_the_logs(self, package, tmp_path):
         logger = package.loggers.CSVLogger(tmp_path)
-        callback = MemSaveCallback(tf32=False)
+        callback = MemSaveCallback()
         settings = {"logger": logger, "log_every_n_steps": 1}
         fit(make_lit(package), callback, package=package, **settings)
         report = json.loads((Path(logger.log_dir) / "memsave_report.json").read_text())
@@ -353,8 +353,8 @@ class TestNothingSilent:
         )
 
     def test_repr_leaves_out_defaults_as_a_command_line_writes_them(self):
-        callback = MemSaveCallback(keep_32bit=[], force_8bit=[], blocks=None, tf32=False)
-        assert repr(callback) == "MemSaveCallback(tf32=False)"
+        callback = MemSaveCallback(keep_32bit=[], force_8bit=[], blocks=None, monitor=False)
+        assert repr(callback) == "MemSaveCallback(monitor=False)"
 
     def test_settings_in_the_report_are_what_was_written(self):
         fit(make_lit(), MemSaveCallback(2, monitor=GPUMemoryMonitor(7, print_summary=False)))

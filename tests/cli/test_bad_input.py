@@ -176,7 +176,6 @@ class TestPredict:
             ("--set", "monitor=3", "Use `monitor=GPUMemoryMonitor(every_n_steps=10)`"),
             ("--set", "report=x", "Use one of `report=True`"),
             ("--set", "predict=soon", "Use `predict=60`"),
-            ("--set", "tf32=fast", "Use one of `tf32=True`"),
             ("--set", "attention=fast", "Use one of 'sdpa'"),
             ("--set", "chunked_cross_entropy=0", "Use `chunked_cross_entropy=True`"),
             ("--set", "low_precision_weights=half", 'Use `low_precision_weights="stochastic"`'),

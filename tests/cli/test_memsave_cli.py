@@ -94,7 +94,6 @@ def test_flags_are_typed(name):
         "--memsave.optimizer=lion_8bit",
         "--memsave.optimizer_kwargs.betas=[0.9,0.95]",
         "--memsave.keep_32bit+=*.head.*",
-        "--memsave.tf32=false",
         "--memsave.report=false",
     )
     assert (
@@ -104,7 +103,6 @@ def test_flags_are_typed(name):
             "optimizer": "lion_8bit",
             "optimizer_kwargs": {"betas": [0.9, 0.95]},
             "keep_32bit": ["*.head.*"],
-            "tf32": False,
             "report": False,
         }.items()
     )

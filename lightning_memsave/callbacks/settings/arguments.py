@@ -20,7 +20,7 @@ from lightning_memsave.callbacks.settings.modules import (
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer import OptimizerSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
-from lightning_memsave.callbacks.settings.precision import PrecisionSetting, TF32Setting
+from lightning_memsave.callbacks.settings.precision import PrecisionSetting
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, read_flag
 from lightning_memsave.core.technique import Row
@@ -56,7 +56,6 @@ def _readers() -> list[Callable[[Arguments], Setting]]:
     """Give what reads each argument, in the order in which settings are applied."""
     own: Mapping[str, type[Any]] = {setting.name: setting for setting in _SETTINGS}
     return [
-        TF32Setting.read,
         AccumulationSetting.read,
         *(
             own[entry.argument].read

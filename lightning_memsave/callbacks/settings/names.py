@@ -10,7 +10,9 @@ from lightning_memsave.errors import ConfigurationError
 
 P = ParamSpec("P")
 
-INSTEAD: Mapping[str, str] = {}
+INSTEAD: Mapping[str, str] = {
+    "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
+}
 """What to write for arguments that earlier versions had."""
 
 
