@@ -3,10 +3,7 @@
 from typing import Any
 
 NOTHING: dict[str, Any] = {
-    "activation_checkpointing": None,
-    "optimizer": None,
-    "precision": None,
-    "micro_batch_size": None,
+    "stack": "off",
     "monitor": False,
 }
 """Arguments that switch everything off."""

@@ -19,7 +19,7 @@ from benchmarks.gpu._measure import MIB, limit_to, synchronize
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.measure.nvml import read_nvml
 
-PLAIN: dict[str, Any] = {**NOTHING, "early_release": None, **MIXED_PRECISION}
+PLAIN: dict[str, Any] = {**NOTHING, **MIXED_PRECISION}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ FITS = {
     "gpt2_xl bitwise": Fit("gpt2_xl", {"stack": "bitwise", **MIXED_PRECISION}),
     "gpt2_xl classic": Fit("gpt2_xl", {"stack": "classic"}),
     "gpt2_xl_6 offload": Fit("gpt2_xl_6", {"stack": "offload"}),
-    "roberta fp32": Fit("roberta", {**NOTHING, "early_release": None}),
+    "roberta fp32": Fit("roberta", NOTHING),
     "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
     "roberta selective": Fit("roberta", {**PLAIN, "activation_checkpointing": "selective"}),
     "roberta 8-bit": Fit("roberta", {**PLAIN, **LOW_BIT_OPTIMIZER}),

@@ -71,7 +71,7 @@ MODELS = {
 """By name."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "nothing": NOTHING | {"early_release": None},
+    "nothing": NOTHING,
     **{stack: {"stack": stack} for stack in ("classic", "bitwise", "single_gpu", "offload")},
 }
 """What `MemSaveCallback` is told, by name."""

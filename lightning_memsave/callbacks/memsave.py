@@ -67,7 +67,10 @@ class MemSaveCallback(CallbackBase):
     switched on, what was not, and why; ``memsave_report.json`` in the run's log directory repeats
     it with the memory that was measured.
 
-    Each argument from ``activation_checkpointing`` to ``early_release`` can be ``"auto"``, which
+    The gradients of the step before are freed before the forward pass, and outputs that nothing
+    reads before backward, unless ``stack="off"`` is all that is written.
+
+    Each argument from ``activation_checkpointing`` to ``attention`` can be ``"auto"``, which
     means the value of the stack, ``None``, which leaves the project unchanged, or a value, which is
     set or refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack
     stays off where it conflicts with the project or finds nothing to change; the table shows the
@@ -99,7 +102,6 @@ class MemSaveCallback(CallbackBase):
             ``"parameters+activations"``; or `Offloading`.
         attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
             `AttentionKernel`.
-        early_release: Free gradients before forward, and unused outputs before backward.
         stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
             optimizer, micro-batches), ``"bitwise"`` (all that keeps training the same bit for bit),
             ``"single_gpu"`` (the least GPU memory without host memory), ``"offload"`` (the least
@@ -158,7 +160,6 @@ class MemSaveCallback(CallbackBase):
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
         offload: bool | str | Offloading | None = "auto",
         attention: str | AttentionKernel | None = "auto",
-        early_release: bool | str | None = "auto",
         stack: Literal["off", "classic", "bitwise", "single_gpu", "offload"] | None = None,
         budget: int | float | str | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,

@@ -73,8 +73,6 @@ class Variants:
         self._off: dict[str, Any] = {
             e.argument: None for e in entries() if e.argument in self._open
         } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
-        if "early_release" in self._open:  # costs nothing
-            self._off["early_release"] = True
         self._num_before = 0
         self.is_cut_short = False
         """Whether time was too short for some variants."""

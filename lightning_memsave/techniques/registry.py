@@ -69,14 +69,6 @@ _ENTRIES = (
         details={"blocks": None},
     ),
     Entry.of(BlockMicroBatching, details={"blocks": None}),
-    Entry(
-        "early_release",
-        classic=True,
-        bitwise=True,
-        single_gpu=True,
-        offload=True,
-        offers=(Offer("early release", True),),
-    ),
     # In the order in which they are applied to optimizers.
     Entry.of(
         LowBitOptimizer,
@@ -123,6 +115,14 @@ def entries() -> tuple[Entry, ...]:
 def techniques() -> tuple[type[Technique[Any]], ...]:
     """Return the techniques, in order of application."""
     return tuple(entry.technique for entry in _ENTRIES if entry.technique is not None)
+
+
+def frees_early(arguments: Mapping[str, Any]) -> bool:
+    """Say whether tensors are freed early: always, unless `stack="off"` is all that was written."""
+    names = [*(entry.argument for entry in _ENTRIES), "accumulate_grad_batches"]
+    values = [arguments[name] for name in names]
+    is_on = any(value is not None and value is not False for value in values)
+    return arguments["stack"] != "off" or is_on
 
 
 def values_of(stack: str) -> dict[str, Any]:

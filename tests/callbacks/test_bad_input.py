@@ -178,10 +178,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         for wrong in (1, True, False, ["sdpa"], AttentionKernel)
     ),
     *(
-        ({"early_release": wrong}, r"Use `early_release=True`, or `None`")
-        for wrong in ("yes", 2, 0, [True], torch.ones(2))
-    ),
-    *(
         ({"low_precision_weights": wrong}, r'Use `low_precision_weights="stochastic"`, `low_')
         for wrong in ("bf16", "", True, False, 1, ["kahan"], LowPrecisionWeights)
     ),
@@ -216,6 +212,7 @@ def test_all_wrong_arguments_are_in_one_message():
     [
         ("optimizer_in_bckward", "Did you mean `optimizer_in_backward`"),
         ("tf32", r'Write `torch\.set_float32_matmul_precision\("high"\)` before fit'),
+        ("early_release", "Remove it: tensors are always freed early"),
         ("something", "Use `activation_checkpointing`, `optimizer`, "),
     ],
 )

@@ -29,7 +29,7 @@ def budget_of(callback: MemSaveCallback) -> BudgetSetting:
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[float], dict[str, Tensor], int]:
-    callback = MemSaveCallback(stack="off", early_release=True)
+    callback = MemSaveCallback(stack="off", precision="32-true")
     losses, state, _ = fit(encoder(), callback, max_epochs=EPOCHS)
     assert callback.monitor is not None
     assert callback.monitor.summary is not None

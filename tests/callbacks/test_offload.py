@@ -79,7 +79,6 @@ class TestBitwise:
         callback = only(
             activation_checkpointing="all",
             micro_batch_size=MicroBatching("auto"),
-            early_release=True,
         )
         assert_same(fit(lit), fit(lit, callback))
 

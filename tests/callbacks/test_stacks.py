@@ -16,9 +16,6 @@ from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecis
 from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import STACKS
@@ -31,7 +28,7 @@ from tests.helpers import snapshot
 def only(**settings: Any) -> MemSaveCallback:
     """These settings and nothing else."""
     off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size", "early_release")
+        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
     )
     return MemSaveCallback(**(off | {"monitor": False} | settings))
 
@@ -621,8 +618,6 @@ class TestBadInput:
             ),
             ({"low_precision_weights": 16}, "low_precision_weights=16` is not a valid value"),
             ({"attention": "spda"}, "sdpa"),
-            ({"early_release": "soon"}, "early_release='soon'` is not a valid value"),
-            ({"early_release": ActivationCheckpointing()}, "Use `early_release=True`"),
             (
                 {"attention": "sdpa", "exactness": "bitwise"},
                 "`exactness='bitwise'` does not allow",

@@ -21,7 +21,7 @@ LIGHTNING = PACKAGES["lightning"]
 def only(**settings: Any) -> MemSaveCallback:
     """Weights in bfloat16 and nothing else."""
     off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "micro_batch_size", "early_release")
+        ("activation_checkpointing", "optimizer", "micro_batch_size")
     )
     off |= {"low_precision_weights": "kahan", "monitor": False, "predict": False, "report": False}
     return MemSaveCallback(**(off | settings))

@@ -33,7 +33,7 @@ class Beside(nn.Module):
 
 def only(**settings: Any) -> MemSaveCallback:
     off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "precision", "early_release", "micro_batch_size")
+        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
     )
     return MemSaveCallback(**(off | settings), monitor=False, report=False, predict=False)
 
@@ -81,7 +81,7 @@ def bytecodes_of_a_step(num_experts: int, callbacks: list[Any], **settings: Any)
         {},
         {"micro_batch_size": None},
         {"micro_batch_size": 4},
-        {"monitor": False, "early_release": None},
+        {"monitor": False},
     ],
     ids=str,
 )
@@ -192,7 +192,7 @@ def test_what_changed_for_the_first_time_is_said():
             fit_stateful(fails_at=6)
 
 
-@pytest.mark.parametrize("settings", [{"early_release": True}, {"micro_batch_size": "auto"}])
+@pytest.mark.parametrize("settings", [{"precision": "32-true"}, {"micro_batch_size": "auto"}])
 def test_a_backward_pass_inside_of_a_late_step_is_zeroed(settings):
     """Gradients are freed before the forward pass, and after it only if there may be some."""
 

@@ -180,7 +180,6 @@ class TestPredict:
             ("--set", "chunked_cross_entropy=0", "Use `chunked_cross_entropy=True`"),
             ("--set", "low_precision_weights=half", 'Use `low_precision_weights="stochastic"`'),
             ("--set", "optimizer_in_backward=maybe", "Use `optimizer_in_backward=True`"),
-            ("--set", "early_release=x", "Use `early_release=True`"),
             ("--set", "split_batch=f", "Pass a function of batch and size"),
             ("--set", "loss_weight=x", "Use one of 'auto', 'samples'"),
             ("--set", "eval_micro_batch_size=0", "Use `eval_micro_batch_size=1`"),

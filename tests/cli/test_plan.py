@@ -131,7 +131,7 @@ class TestOneBudget:
 
     @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
     def test_settings_that_are_fixed_are_in_the_yaml(self, capsys, project, monkeypatch):
-        given = ("optimizer=8bit", 'force_8bit=["*wte*"]', "early_release=null", "predict=7")
+        given = ("optimizer=8bit", 'force_8bit=["*wte*"]', "predict=7")
         options = [f"--set={text}" for text in (*given, *(f"{name}=null" for name in FIXED))]
         wide = ("gpt2", "--arg", "n_embd=64", "--batch", "4096x32")
         found = json_of(capsys, "plan", *wide, "--budget", "2560MiB", *options)
@@ -139,7 +139,7 @@ class TestOneBudget:
         callbacks = callbacks_of(yaml.safe_load(found["yaml"]), project / "cli.yaml", monkeypatch)
         for arguments in (callback.arguments for callback in callbacks):
             assert (arguments["optimizer"], arguments["predict"]) == ("8bit", 7)
-            assert (arguments["early_release"], arguments["precision"]) == (None, None)
+            assert arguments["precision"] is None
             assert arguments["force_8bit"] == ["*wte*"]
 
     @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")

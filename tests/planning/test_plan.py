@@ -12,7 +12,7 @@ from lightning_memsave.units import GIB, MIB
 
 def made(device_gib: float, time_ratio: float, *, is_verified: bool = False, **on: object) -> Plan:
     off = dict.fromkeys(("activation_checkpointing", "optimizer", "force_8bit"))
-    settings = {**off, "micro_batch_size": "auto", "early_release": True, **on}
+    settings = {**off, "micro_batch_size": "auto", "attention": "sdpa", **on}
     num_bytes = int(device_gib * GIB)
     how = f"MemSaveCallback({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
     return Plan(settings, how, "rounding", num_bytes - MIB, num_bytes, time_ratio, is_verified)
@@ -37,12 +37,12 @@ def test_shows_the_frontier_the_call_and_the_next_best_plan():
     assert rows[1][:4] == [">", "5.50", "GiB", "yes"]
     assert rows[1][5:] == ["rounding", "activation_checkpointing=3"]
     assert rows[2][:4] == ["about", "4.00", "GiB", "yes"]
-    assert table.splitlines()[-1] == "each with early_release=True"
+    assert table.splitlines()[-1] == "each with attention='sdpa'"
     assert eval(call, {"MemSaveCallback": dict}) == MIDDLE.settings
     rest = " ".join(rest.split())
     assert "Next best with other settings: about 4.00 GiB, 1.25 times the time, with " in rest
     assert "optimizer='8bit'" in rest
-    assert "early_release" not in rest
+    assert "attention" not in rest
     assert "not measured" in rest
     assert max(map(len, str(FOUND).splitlines())) <= 100
 

@@ -43,7 +43,6 @@ _SETTINGS = (
     MicroBatchSetting,
     EvalMicroBatchSetting,
     ActivationCheckpointingSetting,
-    EarlyReleaseSetting,
     OptimizerSetting,
     OffloadSetting,
     LowPrecisionWeightsSetting,
@@ -57,6 +56,7 @@ def _readers() -> list[Callable[[Arguments], Setting]]:
     own: Mapping[str, type[Any]] = {setting.name: setting for setting in _SETTINGS}
     return [
         AccumulationSetting.read,
+        EarlyReleaseSetting.read,
         *(
             own[entry.argument].read
             if entry.argument in own

@@ -11,6 +11,7 @@ from lightning_memsave.errors import ConfigurationError
 P = ParamSpec("P")
 
 INSTEAD: Mapping[str, str] = {
+    "early_release": "Remove it: tensors are always freed early.",
     "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
 }
 """What to write for arguments that earlier versions had."""
