@@ -4,7 +4,7 @@ from typing import Any
 
 NOTHING: dict[str, Any] = {
     "stack": "off",
-    "monitor": False,
+    "predict": False,
 }
 """Arguments that switch everything off."""
 

@@ -171,9 +171,8 @@ def run(name: str, device: str) -> Found:
     module = _Module(model)
     module.is_fused = chosen.is_fused
     clock = _Clock(device, num_warmup * accumulated)
-    memsave = MemSaveCallback(
-        **{**chosen.settings, "monitor": False, "report": False, "predict": 60}
-    )
+    memsave = MemSaveCallback(**{**chosen.settings, "report": False, "predict": 60})
+    memsave.monitor = None  # the clock measures
     if chosen.limit_mib is not None and is_cuda:
         limit_to(chosen.limit_mib)
     num_batches = (num_warmup + num_steps) * accumulated

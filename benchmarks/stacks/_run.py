@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks._models import BASE, SMALL, MaskedLM, masked_batch
-from benchmarks._settings import NOTHING
 from benchmarks._training import LanguageModel, fit
 from lightning_memsave import MemSaveCallback, predict_memory
 
@@ -71,7 +70,7 @@ MODELS = {
 """By name."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "nothing": NOTHING,
+    "nothing": {"stack": "off"},
     **{stack: {"stack": stack} for stack in ("classic", "bitwise", "single_gpu", "offload")},
 }
 """What `MemSaveCallback` is told, by name."""

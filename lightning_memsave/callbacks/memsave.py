@@ -126,10 +126,11 @@ class MemSaveCallback(CallbackBase):
         eval_micro_batch_size: The same for evaluation, where samples prove that it only rounds.
         exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             Settings that move them further are off in a stack, and refused if they are given.
-        monitor: Measure memory; ``False``, or a `GPUMemoryMonitor` with settings.
         predict: Predict peak memory before the first step, by training two steps on fake tensors,
             for 20 seconds at most; ``False`` disables it, a number is another limit in seconds.
-        report: Print the table and write ``memsave_report.json``.
+        report: Print the table and write ``memsave_report.json``. Where neither this nor
+            ``predict`` or ``budget`` is on, memory is not measured; a `GPUMemoryMonitor` with
+            settings of its own stands beside this callback in the Trainer's list.
 
     Raises:
         ConfigurationError: If arguments are wrong on their own; the message lists all that are.
@@ -172,14 +173,16 @@ class MemSaveCallback(CallbackBase):
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         eval_micro_batch_size: int | str | MicroBatching | None = "auto",
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
-        monitor: bool | GPUMemoryMonitor = True,
         predict: bool | float = True,
         report: bool = True,
     ) -> None:
         given = {**locals()}
         super().__init__()
         self.arguments = {name: given[name] for name in _DEFAULTS}
-        self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
+        self._settings = make_settings(type(self).__name__, self.arguments)
+        is_measured = report or predict is not False or budget is not None
+        self.monitor = GPUMemoryMonitor() if is_measured else None
+        """What measures a fit, unless the Trainer has a monitor among its callbacks."""
         self._in_force: Mapping[str, Any] = with_stack(self.arguments)
         self.plan: RunPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
@@ -277,7 +280,7 @@ class MemSaveCallback(CallbackBase):
         size = self._micro_batches.size
         self.plan = plan_fit(trainer, pl_module, MemSaveCallback, self.arguments, self.plan)
         chosen = self.plan.plan.settings
-        self._settings, _ = make_settings(type(self).__name__, self.arguments, chosen)
+        self._settings = make_settings(type(self).__name__, self.arguments, chosen)
         self._in_force = with_plan(self.arguments, chosen)
         self._budget.use(self.plan)
         self._settings.find(ActivationCheckpointingSetting).blocks = self.arguments["blocks"]

@@ -80,7 +80,7 @@ class _Run:
         else:
             raise ConfigurationError(
                 f"The report {label} has no bytes to compare: nothing was measured or predicted in "
-                "that run. Run it again with `MemSaveCallback(monitor=True)`."
+                "that run. Run it again with `MemSaveCallback(report=True)`."
             )
         rows = (*side.get("changes", ()), *side.get("refusals", ()))
         return cls(

@@ -331,7 +331,7 @@ def simulated_arguments(
     step: TrainingStep, package: ModuleType
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Choose the arguments with which a step is simulated on the CPU."""
-    arguments = {**step.arguments, "monitor": False, "report": False, "predict": False}
+    arguments = {**step.arguments, "report": False, "predict": False}
     arguments["eval_micro_batch_size"] = None  # only training steps are simulated
     assumptions = []
     optimizer = arguments["optimizer"]

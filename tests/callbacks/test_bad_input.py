@@ -11,7 +11,6 @@ from lightning_memsave import (
     ActivationCheckpointing,
     AttentionKernel,
     ChunkedCrossEntropy,
-    GPUMemoryMonitor,
     LowBitOptimizer,
     LowPrecisionWeights,
     MemSaveCallback,
@@ -79,8 +78,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"exactness": "lossless"}, r"Use 'bitwise' or 'rounding' or 'approximate'"),
     ({"exactness": "bitwise", "optimizer": "8bit"}, r"or `optimizer=None`"),
     ({"exactness": "rounding", "precision": "bf16-mixed"}, r"Use `exactness='approximate'`"),
-    ({"monitor": "yes"}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`"),
-    ({"monitor": GPUMemoryMonitor}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`"),
     ({"report": "memsave.json"}, r"Use one of `report=True`"),
     *(({"stack": wrong}, r"Use 'off', 'classic', 'bitwise'") for wrong in ("all", "", 1, True)),
     ({"stack": ["bitwise"]}, r"Use 'off', 'classic', 'bitwise'"),
@@ -140,10 +137,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     (
         {"exactness": "bitwise", "low_precision_weights": "kahan"},
         r"or `low_precision_weights=None`",
-    ),
-    *(
-        ({"monitor": wrong}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`")
-        for wrong in (None, 0, 1, {"every_n_steps": 1}, [GPUMemoryMonitor()], MemSaveCallback)
     ),
     *(({"report": wrong}, r"Use one of `report=True`") for wrong in (None, 1, ["x"])),
     *(
@@ -213,6 +206,7 @@ def test_all_wrong_arguments_are_in_one_message():
         ("optimizer_in_bckward", "Did you mean `optimizer_in_backward`"),
         ("tf32", r'Write `torch\.set_float32_matmul_precision\("high"\)` before fit'),
         ("early_release", "Remove it: tensors are always freed early"),
+        ("monitor", r"Put `GPUMemoryMonitor\(\.\.\.\)` beside `MemSaveCallback` in the Trainer's"),
         ("something", "Use `activation_checkpointing`, `optimizer`, "),
     ],
 )
@@ -253,7 +247,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_conflicts_are_refused_before_anything_changes(arguments, settings, remedy):
     lit = make_lit()
     before = snapshot(lit.model)
-    callback = MemSaveCallback(monitor=False, **arguments)
+    callback = MemSaveCallback(**arguments)
     trainer = make_trainer(lightning.pytorch, callback, **settings)
     with pytest.raises(IncompatibleError, match=remedy):
         trainer.fit(lit)
@@ -274,6 +268,6 @@ def test_an_optimizer_that_has_stepped_is_refused_before_training():
     lit.model(torch.randn(4, 64)).backward()
     optimizer.step()
     type(lit).configure_optimizers = lambda self: optimizer
-    trainer = make_trainer(lightning.pytorch, MemSaveCallback(optimizer="8bit", monitor=False))
+    trainer = make_trainer(lightning.pytorch, MemSaveCallback(optimizer="8bit"))
     with pytest.raises(IncompatibleError, match="before the first step"):
         trainer.fit(lit)

@@ -99,7 +99,6 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ("keep_32bit+=*.head.*", ["*.head.*"]),
         ('force_8bit=["*.embed.*"]', ["*.embed.*"]),
         ("exactness=bitwise", "bitwise"),
-        ("monitor=false", False),
         ("predict=5.5", 5.5),
         ("report=false", False),
     ],
@@ -149,7 +148,6 @@ CONFIGS = {
         optimizer_kwargs: {betas: [0.9, 0.95]}
         keep_32bit: ["*.head.*"]
         force_8bit: []
-        monitor: false
         report: false
 """,
     "other values": r"""
@@ -170,9 +168,6 @@ CONFIGS = {
         optimizer:
           class_path: lightning_memsave.LowBitOptimizer
           init_args: {optimizer: paged_8bit, keep_32bit: ['*.head.*']}
-        monitor:
-          class_path: lightning_memsave.GPUMemoryMonitor
-          init_args: {every_n_steps: 7}
 """,
 }
 
@@ -212,7 +207,6 @@ def test_yaml():
         "split_batch": None,
         "eval_micro_batch_size": "auto",
         "exactness": "approximate",
-        "monitor": False,
         "predict": True,
         "report": False,
     }

@@ -25,7 +25,7 @@ def package(request):
 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     off = dict.fromkeys(("activation_checkpointing", "optimizer", "precision", "micro_batch_size"))
-    quiet: dict[str, Any] = {"monitor": False, "report": False}
+    quiet: dict[str, Any] = {"predict": False, "report": False}
     return MemSaveCallback(**({"eval_micro_batch_size": size} | off | quiet | settings))
 
 
@@ -312,7 +312,7 @@ def validate(lit: Any, *callbacks: Any) -> tuple[dict[str, Any], list[Any]]:
 def test_weights_are_proven(name, callback):
     """The guess for a key that is not ``labels`` would be samples, 4 % off."""
     truth, outputs = validate(token_lit(name))
-    bare = MemSaveCallback(report=False, monitor=False, predict=False)
+    bare = MemSaveCallback(report=False, predict=False)
     if callback == "bare":
         with pytest.warns(MemsaveWarning, match="8 samples at once, repeated with 4"):
             found, mine = validate(token_lit(name, largest=4), bare)

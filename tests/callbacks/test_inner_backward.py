@@ -28,7 +28,7 @@ class Model(nn.Module):
 def only(**settings: Any) -> MemSaveCallback:
     off = ("activation_checkpointing", "optimizer", "precision")
     defaults: dict[str, Any] = dict.fromkeys((*off, "micro_batch_size"))
-    return MemSaveCallback(**(defaults | {"monitor": False, "report": False} | settings))
+    return MemSaveCallback(**(defaults | {"predict": False, "report": False} | settings))
 
 
 def row(callback, name):

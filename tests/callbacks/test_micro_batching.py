@@ -48,7 +48,7 @@ def only(size: Any, **settings: Any) -> MemSaveCallback:
         "precision": None,
     }
     return MemSaveCallback(
-        **(defaults | {"micro_batch_size": size, "monitor": False, "report": False} | settings)
+        **(defaults | {"micro_batch_size": size, "predict": False, "report": False} | settings)
     )
 
 
@@ -975,7 +975,7 @@ class TestRefused:
             MemSaveCallback(**arguments)
 
     def test_exactness_bitwise_switches_the_default_off(self):
-        callback = MemSaveCallback(exactness="bitwise", monitor=False, report=False)
+        callback = MemSaveCallback(exactness="bitwise", predict=False, report=False)
         fit(make_lit(), callback)
         assert row(callback).status == "off"
 

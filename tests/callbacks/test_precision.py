@@ -16,7 +16,7 @@ from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_train
 
 
 def only_precision(precision: Any) -> MemSaveCallback:
-    return MemSaveCallback(None, optimizer=None, precision=precision, monitor=False, report=False)
+    return MemSaveCallback(None, optimizer=None, precision=precision, predict=False, report=False)
 
 
 @pytest.fixture(params=PACKAGES)
@@ -206,7 +206,7 @@ class TestAutoOnCuda:
         assert chosen is None
         assert f"`{type(lit.model).__name__}` overflow in float16" in reason
         assert "16-mixed" not in reason
-        stack = MemSaveCallback(stack="single_gpu", monitor=False)._settings.find(PrecisionSetting)
+        stack = MemSaveCallback(stack="single_gpu")._settings.find(PrecisionSetting)
         assert "16-mixed" not in stack.check(trainer, lit)[0].why
         asked = PrecisionSetting("16-true")  # mixed is not for CPUs, which Lightning sees here
         asked.apply(trainer, lit)
@@ -215,7 +215,7 @@ class TestAutoOnCuda:
     @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
     def test_a_stack_yields_without_it(self, capability):
         trainer, lit = make_trainer(), make_lit()
-        settings = MemSaveCallback(stack="single_gpu", monitor=False)._settings
+        settings = MemSaveCallback(stack="single_gpu")._settings
         precision, weights = (
             settings.find(PrecisionSetting),
             settings.find(LowPrecisionWeightsSetting),
@@ -321,7 +321,7 @@ def test_tf32_of_torch_is_off_in_the_proof_only(is_new):
         else:
             torch.set_float32_matmul_precision("high")
         during = [backend.fp32_precision for backend in new]
-        fit(lit, MemSaveCallback(None, optimizer=None, monitor=False, report=False))
+        fit(lit, MemSaveCallback(None, optimizer=None, predict=False, report=False))
         after = [backend.fp32_precision for backend in new]
     finally:
         if not is_new:

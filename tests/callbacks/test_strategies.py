@@ -159,7 +159,7 @@ def train(lit: Any, *callbacks: Any, strategy: Any = "ddp", **settings: Any) -> 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     """Nothing but micro-batches."""
     off: dict[str, Any] = {"activation_checkpointing": None, "optimizer": None, "precision": None}
-    others = {"micro_batch_size": size, "monitor": False, "report": False}
+    others = {"micro_batch_size": size, "predict": False, "report": False}
     return MemSaveCallback(**(off | others | settings))
 
 
@@ -573,7 +573,7 @@ class OnCpu(FSDPStrategy):
 def run_fsdp1() -> Notes:
     """What is decided before torch wraps the model, which it does on a GPU only."""
     notes: Notes = {"by name": raised_by(lambda: make_trainer(pl, devices=RANKS, strategy="fsdp"))}
-    bare = MemSaveCallback(report=False, monitor=False)
+    bare = MemSaveCallback(report=False, predict=False)
     for name, callback, settings in (
         ("bare", bare, {}),
         ("own checkpointing", bare, {"activation_checkpointing_policy": {Model}}),

@@ -12,7 +12,6 @@ import lightning_memsave
 from lightning_memsave import (
     ActivationCheckpointing,
     ConfigurationError,
-    GPUMemoryMonitor,
     LowBitOptimizer,
     MemSaveCallback,
     MemSaveCLIMixin,
@@ -116,14 +115,10 @@ def test_technique_objects(name):
         "--memsave.activation_checkpointing.which=every:2",
         "--memsave.optimizer=lightning_memsave.LowBitOptimizer",
         "--memsave.optimizer.min_8bit_size=64",
-        "--memsave.monitor=lightning_memsave.GPUMemoryMonitor",
-        "--memsave.monitor.every_n_steps=7",
     )
     arguments = callback_of(cli).arguments
     assert arguments["activation_checkpointing"] == ActivationCheckpointing("every:2")
     assert arguments["optimizer"] == LowBitOptimizer(min_8bit_size=64)
-    assert isinstance(arguments["monitor"], GPUMemoryMonitor)
-    assert arguments["monitor"].every_n_steps == 7
 
 
 @packages
@@ -151,7 +146,6 @@ memsave:
   blocks: ["re:layers[.]x", Block]
   force_8bit: ["*.embed.*"]
   exactness: approximate
-  monitor: false
 """,
     "objects": """
 memsave:
@@ -161,9 +155,6 @@ memsave:
   optimizer:
     class_path: lightning_memsave.LowBitOptimizer
     init_args: {optimizer: paged_8bit, keep_32bit: ['*.head.*']}
-  monitor:
-    class_path: lightning_memsave.GPUMemoryMonitor
-    init_args: {every_n_steps: 7}
 """,
 }
 
@@ -289,8 +280,8 @@ def test_wrong_settings_raise_where_python_asks_for_it(name):
 @packages
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
 def test_subcommands(name, subcommand, capsys):
-    cli = run_cli(name, subcommand, "--memsave.optimizer=8bit", "--memsave.monitor=false", run=True)
-    assert repr(callback_of(cli)) == "MemSaveCallback(optimizer='8bit', monitor=False)"
+    cli = run_cli(name, subcommand, "--memsave.optimizer=8bit", "--memsave.predict=false", run=True)
+    assert repr(callback_of(cli)) == "MemSaveCallback(optimizer='8bit', predict=False)"
     assert ("AdamW -> 8-bit AdamW" in capsys.readouterr().out) == (subcommand == "fit")
 
 

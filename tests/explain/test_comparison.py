@@ -321,7 +321,7 @@ class TestReports:
             {"name": "optimizer", "value": "'8bit'", "status": "on"},
             {"name": "activation_checkpointing", "value": "'all'", "status": "no effect"},
         ]
-        asked = {"optimizer": "'auto'", "keep_32bit": "()", "blocks": "None", "monitor": "True"}
+        asked = {"optimizer": "'auto'", "keep_32bit": "()", "blocks": "None", "report": "True"}
         b = report(9, settings=asked, changes=rows, versions={"torch": "2.13"})
         a = prediction(settings={"precision": "32-true"}, device="cuda")
         found = compare_reports(a, b, ("x", "y"))
@@ -340,5 +340,5 @@ class TestReports:
             assert any("those of the predictions" in note for note in found.notes)
 
     def test_refuses_a_report_without_bytes(self):
-        with pytest.raises(ConfigurationError, match="monitor=True"):
+        with pytest.raises(ConfigurationError, match="report=True"):
             compare_reports(report(), report() | {"measured": None})

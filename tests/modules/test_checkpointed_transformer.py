@@ -18,7 +18,6 @@ import lightning_memsave
 from lightning_memsave import (
     ActivationCheckpointing,
     ConfigurationError,
-    GPUMemoryMonitor,
     IncompatibleError,
     LowBitOptimizer,
     MemSaveCallback,
@@ -41,7 +40,7 @@ from tests.modules.tiny import (
 CheckpointedTransformer = lightning_pytorch.CheckpointedTransformer
 # Not every fit here has data to validate on.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
-QUIET = {"report": False, "monitor": False}
+QUIET = {"report": False, "predict": False}
 
 
 def make_hugging_face(name: str) -> nn.Module:
@@ -121,7 +120,7 @@ def test_the_optimizer_is_8_bit_by_default(package, tmp_path):
 
 def test_the_callback_of_the_trainer_wins():
     lit = make_lit(memsave=ONLY_CHECKPOINTING)
-    own = MemSaveCallback(None, optimizer=None, report=False, monitor=False)
+    own = MemSaveCallback(None, optimizer=None, report=False, predict=False)
     trainer = fit(lit, own)[2]
     assert [c for c in trainer.callbacks if isinstance(c, MemSaveCallback)] == [own]
 
@@ -372,7 +371,6 @@ def test_technique_objects_are_used_and_not_saved():
         memsave={
             "activation_checkpointing": ActivationCheckpointing(1),
             "optimizer": LowBitOptimizer("lion_8bit"),
-            "monitor": GPUMemoryMonitor(),
             "report": False,
             "keep_32bit": ["*.head.*"][:0],
         }

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes"),
 ]
 
-QUIET: dict[str, Any] = {"stack": "off", "monitor": False, "predict": False, "report": False}
+QUIET: dict[str, Any] = {"stack": "off", "predict": False, "report": False}
 
 
 class OwnCheckpointing(Model):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import AccumulationSetting
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
@@ -79,7 +78,7 @@ def host_form(
     tried: list[tuple[int, Settings, dict[str, Any]]] = []
     why = ""
     for form in stack_forms(arguments):
-        settings, _ = make_settings("MemSaveCallback", arguments, form=form)
+        settings = make_settings("MemSaveCallback", arguments, form=form)
         # What conflicts with this fit would be off, and the host would need as much as before.
         name = OptimizerInBackwardSetting.name
         if name in form and settings.conflicts_of(name, trainer, pl_module):
@@ -105,7 +104,7 @@ def host_form(
     if not problems:
         return settings, with_stack(arguments, form)
     instead = {**arguments, "stack": SMALLER_STACK, setting.name: None, "host_budget": None}
-    settings, _ = make_settings("MemSaveCallback", instead)
+    settings = make_settings("MemSaveCallback", instead)
     settings.find(MicroBatchSetting).size = size
     reasons = "; ".join(f"{problem.what}: {problem.why}" for problem in problems)
     settings.find(OffloadSetting).off_reason = f"{reasons}; as `stack={SMALLER_STACK!r}`"
@@ -121,7 +120,7 @@ def make_settings(
     arguments: Arguments,
     plan: Mapping[str, Any] | None = None,
     form: Mapping[str, Any] | None = None,
-) -> tuple[Settings, GPUMemoryMonitor | None]:
+) -> Settings:
     """Check every argument and make what the callback works with."""
     problems: list[Problem | str] = []
     try:
@@ -140,7 +139,6 @@ def make_settings(
     attempt(_budget)
     attempt(exactness_limit)
     settings = [attempt(read) for read in _readers()]
-    monitor = attempt(_monitor)
     attempt(_report)
     attempt(_prediction)
     if problems:
@@ -154,7 +152,7 @@ def make_settings(
         made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
     made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
     made.find(AccumulationSetting).micro_batches = made.find(MicroBatchSetting)
-    return made, monitor
+    return made
 
 
 def _budget(arguments: Arguments) -> None:
@@ -167,18 +165,6 @@ def _budget(arguments: Arguments) -> None:
             f"`budget={budget!r}` chooses the settings that `stack={stack!r}` names. Remove one of "
             "the two; to fix some settings beside a budget, name them."
         )
-
-
-def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:
-    wanted = arguments["monitor"]
-    if isinstance(wanted, GPUMemoryMonitor):
-        return wanted
-    if isinstance(wanted, bool):
-        return GPUMemoryMonitor() if wanted else None
-    raise ConfigurationError(
-        f"`monitor={wanted!r}` is neither True, False nor a monitor. Use "
-        "`monitor=GPUMemoryMonitor(every_n_steps=10)` for settings of its own."
-    )
 
 
 def _report(arguments: Arguments) -> bool:

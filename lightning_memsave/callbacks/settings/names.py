@@ -11,6 +11,8 @@ from lightning_memsave.errors import ConfigurationError
 P = ParamSpec("P")
 
 INSTEAD: Mapping[str, str] = {
+    "monitor": "Put `GPUMemoryMonitor(...)` beside `MemSaveCallback` in the Trainer's callbacks; "
+    "nothing is measured with `report=False` and `predict=False`.",
     "early_release": "Remove it: tensors are always freed early.",
     "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
 }
