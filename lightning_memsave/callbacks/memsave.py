@@ -84,7 +84,8 @@ class MemSaveCallback(CallbackBase):
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"auto"`` starts with the whole batch; when memory runs out, the batch
-            is repeated with half the size, which is kept and saved in checkpoints.
+            is repeated with half the size, which is kept and saved in checkpoints. Evaluation does
+            the same where a few samples prove that it only rounds.
         block_micro_batch_size: Samples that pass a block at once, or `BlockMicroBatching`; weights
             that ``offload`` streams come once for the batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
@@ -123,7 +124,6 @@ class MemSaveCallback(CallbackBase):
             batch.
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
-        eval_micro_batch_size: The same for evaluation, where samples prove that it only rounds.
         exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             Settings that move them further are off in a stack, and refused if they are given.
         predict: Predict peak memory before the first step, by training two steps on fake tensors,
@@ -171,7 +171,6 @@ class MemSaveCallback(CallbackBase):
         loss_weight: Literal["auto", "samples", "tokens", "tokens_shifted"]
         | Callable[[Any], Any] = "auto",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
-        eval_micro_batch_size: int | str | MicroBatching | None = "auto",
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
         predict: bool | float = True,
         report: bool = True,

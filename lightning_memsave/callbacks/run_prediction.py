@@ -32,7 +32,7 @@ TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # The Trainer has its precision by now; the others do not change training steps.
-_LEFT_OUT = ("precision", "eval_micro_batch_size", "stack", "budget")
+_LEFT_OUT = ("precision", "stack", "budget")
 
 
 class RunPrediction(Predicted):

@@ -43,7 +43,7 @@ from lightning_memsave.techniques.registry import (
 from lightning_memsave.units import format_bytes
 
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
-_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
+_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH)
 # Of the time that is allowed: it is left for predictions of whole plans.
 _FOR_PLANS = 0.5
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
@@ -72,7 +72,7 @@ class Variants:
         self._details = dict(details or {})
         self._off: dict[str, Any] = {
             e.argument: None for e in entries() if e.argument in self._open
-        } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
+        } | ({MICRO_BATCH: "auto"} if MICRO_BATCH in self._open else {})
         self._num_before = 0
         self.is_cut_short = False
         """Whether time was too short for some variants."""

@@ -275,6 +275,7 @@ class _Predictor:
             recording = simulate_steps(module, batch, [callback], settings)
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
+        rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
         return summarise(
             recording,
             device=step.device,
@@ -282,15 +283,15 @@ class _Predictor:
             extra=[("input", rest_bytes), ("other", fit.other_bytes)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
             # It proves how the losses of micro-batches add up.
-            has_run=any(r.name == "micro_batch_size" and r.status == "on" for r in callback.rows),
+            has_run=any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
-            | {row.name: row.value for row in callback.rows if row.status == "on"}
+            | {row.name: row.value for row in rows if row.status == "on"}
             | _accumulation_setting(step.arguments),
-            ineffective=step.emulated | _ineffective(callback.rows),
+            ineffective=step.emulated | _ineffective(rows),
             assumptions=[
                 *assumptions,
-                *_forms(callback.rows),
+                *_forms(rows),
                 *(self._cuda_assumptions(recording) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
@@ -332,7 +333,6 @@ def simulated_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Choose the arguments with which a step is simulated on the CPU."""
     arguments = {**step.arguments, "report": False, "predict": False}
-    arguments["eval_micro_batch_size"] = None  # only training steps are simulated
     assumptions = []
     optimizer = arguments["optimizer"]
     if isinstance(optimizer, str) and optimizer.startswith(_PAGED):

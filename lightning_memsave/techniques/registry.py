@@ -57,7 +57,6 @@ _ENTRIES = (
     ),
     # In "bitwise" too, batches that do not fit are split: the alternative is that the run ends.
     Entry.of(MicroBatching, **_AUTO),
-    Entry("eval_micro_batch_size", **_AUTO),
     Entry.of(AttentionKernel, single_gpu="sdpa", offload="sdpa"),
     Entry.of(ChunkedCrossEntropy, single_gpu=True, offload=True),
     Entry.of(
@@ -103,7 +102,6 @@ _SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
 )
 """What makes that smaller, one after the other, from fast to small."""
 FINAL = ("optimizer_in_backward",)  # not beside clipping of norms
-_ALWAYS = ("micro_batch_size", "eval_micro_batch_size")
 _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
 
@@ -157,7 +155,7 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     """Replace ``"auto"`` by the values of a plan."""
     open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
     values = {name: settings.get(name) for name in open_arguments}
-    values |= {name: "auto" for name in _ALWAYS if name in values}
+    values |= {name: "auto" for name in (MicroBatching.argument,) if name in values}
     values |= unused_details({**arguments, **values}, open_arguments)
     # Planned beside an 8-bit optimizer.
     if values.get("optimizer") is not None and not arguments["force_8bit"]:

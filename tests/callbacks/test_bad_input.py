@@ -144,8 +144,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         for wrong in ("yes", "60", 0, -5, NAN, INF, None, [60])
     ),
     *(
-        ({name: wrong}, rf'Use `{name}=1`.*or `"auto"`')
-        for name in ("micro_batch_size", "eval_micro_batch_size")
+        ({"micro_batch_size": wrong}, r'Use `micro_batch_size=1`.*or `"auto"`')
         for wrong in (0, -4, 2.0, NAN, "8", "atuo", True, [2])
     ),
     ({"micro_batch_size": MicroBatching}, r"Use `micro_batch_size=MicroBatching\(\)`"),
@@ -207,6 +206,7 @@ def test_all_wrong_arguments_are_in_one_message():
         ("tf32", r'Write `torch\.set_float32_matmul_precision\("high"\)` before fit'),
         ("early_release", "Remove it: tensors are always freed early"),
         ("monitor", r"Put `GPUMemoryMonitor\(\.\.\.\)` beside `MemSaveCallback` in the Trainer's"),
+        ("eval_micro_batch_size", r"`micro_batch_size=MicroBatching\(\.\.\., evaluation=False"),
         ("something", "Use `activation_checkpointing`, `optimizer`, "),
     ],
 )

@@ -120,7 +120,7 @@ def fit_compiled(
     data = DataLoader(tokens, 4)
     seen = Seen()
     callback = MemSaveCallback(stack="off", **settings, predict=False, report=False)
-    limits = {"limit_val_batches": 1 if "eval_micro_batch_size" in settings else 0}
+    limits = {"limit_val_batches": 1 if "micro_batch_size" in settings else 0}
     trainer = make_trainer(pl, callback, seen, **limits, **trainer_settings)
     lit = compiled_lit(way)
     trainer.fit(lit, data, data)
@@ -168,8 +168,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
         lambda ours, plain: plain["has gradients"] and not ours["has gradients"],
     ),
     "micro_batch_size": ({"micro_batch_size": 2}, lambda ours, plain: ours["samples"] == 2),
-    "eval_micro_batch_size": (
-        {"eval_micro_batch_size": 2},
+    "evaluation": (
+        {"micro_batch_size": 2},
         lambda ours, plain: ours["validation samples"] == 2,
     ),
     "accumulate_grad_batches": (

@@ -258,7 +258,7 @@ class TestNothingSilent:
         assert report["settings"]["keep_32bit"] == []
         assert {row["name"] for row in report["changes"]} == {
             "micro_batch_size",
-            "eval_micro_batch_size",
+            "evaluation",
             "activation_checkpointing",
             "early_release",
             "optimizer",

@@ -966,7 +966,6 @@ class TestRefused:
             ({"micro_batch_size": MicroBatching}, "MicroBatching()"),
             ({"loss_weight": "words"}, "loss_weight='words'"),
             ({"split_batch": 3}, "split_batch=3"),
-            ({"eval_micro_batch_size": 0}, "eval_micro_batch_size=0"),
             ({"micro_batch_size": 2, "exactness": "bitwise"}, "rounding"),
         ],
     )

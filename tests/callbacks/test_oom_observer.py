@@ -472,7 +472,7 @@ class TestWhatIsKept:
         found = self.check(package, lit, owner, stage=stage)
         assert found["diagnosis"]["kept"]["count"] >= 2
         advice = " ".join(found["diagnosis"]["advice"])
-        assert "eval_micro_batch_size" in advice
+        assert 'MemSaveCallback(micro_batch_size="auto")' in advice
         for word in ("recompute", "8 bits", "8bit", "accumulate", "activation_checkpointing"):
             assert word not in advice
         assert len([one for one in found["alive"]["largest"] if one["name"] == owner]) == 1
@@ -529,7 +529,7 @@ class TestWhatIsKept:
             trainer.validate(lit)
         (note,) = raised.value.__notes__
         assert f"`{owner}` keeps " in note.splitlines()[0]
-        assert "eval_micro_batch_size" not in note
+        assert 'micro_batch_size="auto"' not in note
 
 
 class TestAdviceOfTheTable:

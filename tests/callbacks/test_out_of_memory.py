@@ -141,10 +141,10 @@ class TestAdvice:
     def test_follows_the_message_of_a_fit(self, package, hook):
         lit = make_lit(package)
         setattr(type(lit), hook, fail)
-        callback = MemSaveCallback(micro_batch_size=None, eval_micro_batch_size=None)
+        callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, callback, num_sanity_val_steps=0)
         is_in_validation = "validation" in hook
-        self.check(error, *(["eval_micro_batch_size"] if is_in_validation else []))
+        self.check(error, *(["micro_batch_size"] if is_in_validation else []))
 
     @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
     @pytest.mark.parametrize("hook", ["step", "epoch_end", "transfer_batch_to_device"])
@@ -152,9 +152,9 @@ class TestAdvice:
         lit, kind = make_lit(package), {"validate": "validation"}.get(stage, stage)
         names = {"step": f"{kind}_step", "epoch_end": f"on_{kind}_epoch_end"}
         setattr(type(lit), names.get(hook, hook), fail)
-        callback = MemSaveCallback(eval_micro_batch_size=None)
+        callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, callback, stage=stage)
-        self.check(error, 'MemSaveCallback(eval_micro_batch_size="auto")')
+        self.check(error, 'MemSaveCallback(micro_batch_size="auto")')
 
     def test_follows_an_error_of_the_user_that_memory_caused(self, package):
         class LayerError(Exception):

@@ -627,10 +627,6 @@ class TestBadInput:
                 "`exactness='bitwise'` does not allow",
             ),
             (
-                {"eval_micro_batch_size": 2, "exactness": "bitwise"},
-                "`exactness='bitwise'` does not allow",
-            ),
-            (
                 {"low_precision_weights": LowPrecisionWeights(), "exactness": "rounding"},
                 "does not allow",
             ),

@@ -181,7 +181,6 @@ class TestPredict:
             ("--set", "optimizer_in_backward=maybe", "Use `optimizer_in_backward=True`"),
             ("--set", "split_batch=f", "Pass a function of batch and size"),
             ("--set", "loss_weight=x", "Use one of 'auto', 'samples'"),
-            ("--set", "eval_micro_batch_size=0", "Use `eval_micro_batch_size=1`"),
         ],
     )
     def test_options(self, option, value, said, capsys):

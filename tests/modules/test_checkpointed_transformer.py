@@ -457,7 +457,7 @@ def test_a_bare_encoder_is_refused():
 def test_micro_batches_give_the_training_and_the_values_of_the_whole_batch(name):
     results = []
     for size in (None, 3):
-        memsave = ONLY_CHECKPOINTING | {"micro_batch_size": size, "eval_micro_batch_size": size}
+        memsave = ONLY_CHECKPOINTING | {"micro_batch_size": size}
         lit = make_lit(name, memsave=memsave, learning_rate=1e-3)
         for module in lit.modules():  # other micro-batches draw other dropout masks
             if isinstance(module, nn.Dropout):

@@ -144,7 +144,7 @@ def search_of(
 
 
 _ALL = {
-    *("precision", "micro_batch_size", "eval_micro_batch_size", "attention"),
+    *("precision", "micro_batch_size", "attention"),
     *("chunked_cross_entropy", "optimizer", "low_precision_weights", *OPEN),
 }
 

@@ -38,7 +38,7 @@ def test_each_is_something_that_the_callback_takes(settings):
 def test_every_technique_is_among_them():
     found = single_candidates(situation()) + host_candidates(situation())[:2]
     changed = {name for one in found for name in one.changes}
-    others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size"}
+    others = {"force_8bit", "micro_batch_size"}
     others |= {"block_micro_batch_size"}  # it pays beside what waits on the host
     assert set(values_of("single_gpu")) - others == changed
 

@@ -9,7 +9,7 @@ from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import AccumulationSetting
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.early_release import EarlyReleaseSetting
-from lightning_memsave.callbacks.settings.eval_micro_batch_size import EvalMicroBatchSetting
+from lightning_memsave.callbacks.settings.evaluation import EvaluationSetting
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import (
@@ -40,7 +40,6 @@ from lightning_memsave.units import format_bytes
 _SETTINGS = (
     PrecisionSetting,
     MicroBatchSetting,
-    EvalMicroBatchSetting,
     ActivationCheckpointingSetting,
     OptimizerSetting,
     OffloadSetting,
@@ -56,6 +55,7 @@ def _readers() -> list[Callable[[Arguments], Setting]]:
     return [
         AccumulationSetting.read,
         EarlyReleaseSetting.read,
+        EvaluationSetting.read,
         *(
             own[entry.argument].read
             if entry.argument in own

@@ -13,6 +13,8 @@ P = ParamSpec("P")
 INSTEAD: Mapping[str, str] = {
     "monitor": "Put `GPUMemoryMonitor(...)` beside `MemSaveCallback` in the Trainer's callbacks; "
     "nothing is measured with `report=False` and `predict=False`.",
+    "eval_micro_batch_size": "Evaluation follows `micro_batch_size`; "
+    "`micro_batch_size=MicroBatching(..., evaluation=False)` leaves it out.",
     "early_release": "Remove it: tensors are always freed early.",
     "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
 }
