@@ -80,7 +80,7 @@ class MemSaveCallback(CallbackBase):
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
             ``"every:k"``, the first m as a number, a share of them, or `ActivationCheckpointing`.
         optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, a
-            name such as ``"lion_8bit"``, or `LowBitOptimizer`.
+            name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own.
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"auto"`` starts with the whole batch; when memory runs out, the batch
@@ -114,10 +114,6 @@ class MemSaveCallback(CallbackBase):
             given; when memory runs out, the next faster ones take their place.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
-        optimizer_kwargs: Settings of an optimizer that is chosen by name.
-        keep_32bit: Shell patterns of parameter names whose optimizer state stays 32-bit.
-        force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
-            embeddings, norms or biases.
         host_budget: Host memory for ``offload``, such as ``"16GiB"``; ``None``: half of the free.
         loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
             ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
@@ -164,9 +160,6 @@ class MemSaveCallback(CallbackBase):
         stack: Literal["off", "classic", "bitwise", "single_gpu", "offload"] | None = None,
         budget: int | float | str | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
-        optimizer_kwargs: Mapping[str, Any] | None = None,
-        keep_32bit: Sequence[str] = (),
-        force_8bit: Sequence[str] = (),
         host_budget: int | str | None = None,
         loss_weight: Literal["auto", "samples", "tokens", "tokens_shifted"]
         | Callable[[Any], Any] = "auto",
@@ -476,6 +469,4 @@ _DEFAULTS = {
 
 def is_default(name: str, value: object) -> bool:
     """Say whether an argument of `MemSaveCallback` need not be written."""
-    default = _DEFAULTS[name]
-    # Command lines and YAML write an empty list for `()`.
-    return bool(value == default) or (default == () and not value)
+    return bool(value == _DEFAULTS[name])

@@ -34,6 +34,7 @@ from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.registry import (
+    ALL_8BIT,
     BESIDE_OFFLOAD,
     FINAL,
     entries,
@@ -232,7 +233,7 @@ class Variants:
                 if not is_small or not is_worth_it(changes):
                     continue
                 found = self._record(rest, beside)
-                if found is not None and len(found.changes) < len(variant.changes):
+                if found is not None and found.changes != variant.changes:
                     yield found
 
     def in_other_parts(self, variant: Variant) -> list[Variant]:
@@ -284,9 +285,9 @@ class Variants:
     def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
         rest = leaving_out(chosen, one)
         yield rest
-        for other in self._options():
-            if other.changes.items() < one.changes.items():
-                yield [*rest, other]
+        same = [c for c in self._options() if argument_of(c) == argument_of(one)]
+        for other in same[: same.index(one)] if one in same else []:
+            yield [*rest, other]
 
     def _helps(self, with_it: Variant, without: Variant) -> bool:
         for kinds in self._extremes():
@@ -312,11 +313,11 @@ class Variants:
         )
         found = single_candidates(now)
         found += [
-            replace(one, name=_ALL_8BIT, changes={**one.changes, "force_8bit": ("*",)})
+            replace(one, name=_ALL_8BIT, changes={"optimizer": ALL_8BIT})
             for one in found
             if one.changes == {"optimizer": "8bit"}
         ]
-        found = [c for c in found if c.changes.get("force_8bit", ("*",)) == ("*",)]
+        found = [c for c in found if c.changes.get("optimizer", "8bit") in ("8bit", ALL_8BIT)]
         if what_if.attention in (None, "sdpa"):
             found = [one for one in found if "attention" not in one.changes]
         # Weights in bfloat16 name the precision that they need; here it is a choice of its own.
@@ -341,8 +342,6 @@ class Variants:
         if name == "precision" and self.what_if.device == "cpu":
             return False
         given = self.what_if.step.settings.get(name)
-        if name == "force_8bit":
-            return "optimizer" in self._open and not given
         return name in self._open or given == value
 
     def _micro_batches(self) -> list[dict[str, Any]]:

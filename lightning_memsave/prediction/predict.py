@@ -52,6 +52,7 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     MIN_PAGED_NUMEL,
     PAGED_STATES,
 )
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
@@ -335,8 +336,11 @@ def simulated_arguments(
     arguments = {**step.arguments, "report": False, "predict": False}
     assumptions = []
     optimizer = arguments["optimizer"]
-    if isinstance(optimizer, str) and optimizer.startswith(_PAGED):
-        arguments["optimizer"] = optimizer.removeprefix(_PAGED)
+    if isinstance(optimizer, str):
+        optimizer = LowBitOptimizer(optimizer)
+    if optimizer is not None and optimizer.optimizer.startswith(_PAGED):
+        name = optimizer.optimizer.removeprefix(_PAGED)
+        arguments["optimizer"] = replace(optimizer, optimizer=name)
         assumptions.append(
             "CUDA moves paged optimizer state to the host only when memory is short, and that of "
             "small parameters never."

@@ -498,7 +498,7 @@ def test_details_of_what_is_planned_may_be_given(plain):
         budget=plain[2] // 2,
         exactness="bitwise",
         blocks="TransformerEncoderLayer",
-        keep_32bit=["*.norm1.*"],
+        host_budget="1GiB",
     )
     losses, state, _ = fit(encoder(), callback)
     assert losses == plain[0]

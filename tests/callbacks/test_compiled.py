@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_memsave import IncompatibleError, MemSaveCallback
+from lightning_memsave import IncompatibleError, LowBitOptimizer, MemSaveCallback
 from lightning_memsave.techniques.registry import entries
 from tests.callbacks.lit import make_trainer, rows_of
 
@@ -156,7 +156,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
         lambda ours, plain: plain["had gradients"] and not ours["had gradients"],
     ),
     "optimizer": (
-        {"optimizer": "8bit", "force_8bit": ("*",)},
+        {"optimizer": LowBitOptimizer(force_8bit=("*",))},
         lambda ours, plain: torch.uint8 in ours["state"],
     ),
     "low_precision_weights": (

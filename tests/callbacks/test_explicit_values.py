@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.callbacks.settings import setting as _setting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
@@ -226,7 +226,7 @@ def test_the_report_names_the_device_of_the_run(monkeypatch):
 
 def test_wrong_settings_of_a_technique_are_listed_once():
     with pytest.raises(ConfigurationError) as caught:
-        MemSaveCallback(optimizer="lion_8bit", optimizer_kwargs={"beta": 0.9}, keep_32bit=[3])  # type: ignore[list-item]
+        LowBitOptimizer("lion_8bit", optimizer_kwargs={"beta": 0.9}, keep_32bit=(3,))  # type: ignore[arg-type]
     assert str(caught.value).count("cannot be created") == 1
     assert "(2 problems)" in str(caught.value)
 

@@ -255,7 +255,6 @@ class TestNothingSilent:
         assert report["settings"]["optimizer"] == "auto"
         assert report["settings"]["stack"] is None
         assert report["settings"]["predict"] is True
-        assert report["settings"]["keep_32bit"] == []
         assert {row["name"] for row in report["changes"]} == {
             "micro_batch_size",
             "evaluation",
@@ -352,8 +351,8 @@ class TestNothingSilent:
             "MemSaveCallback(activation_checkpointing=2, optimizer=None)"
         )
 
-    def test_repr_leaves_out_defaults_as_a_command_line_writes_them(self):
-        callback = MemSaveCallback(keep_32bit=[], force_8bit=[], blocks=None)
+    def test_repr_leaves_out_defaults(self):
+        callback = MemSaveCallback(optimizer="auto", blocks=None)
         assert repr(callback) == "MemSaveCallback()"
 
     def test_settings_in_the_report_are_what_was_written(self):

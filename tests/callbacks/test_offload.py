@@ -415,8 +415,7 @@ class TestMemory:
         lit.__class__ = Fused
         callback = only(
             predict=60,
-            optimizer=optimizer,
-            force_8bit=("*",) if optimizer else (),
+            optimizer=optimizer and LowBitOptimizer(force_8bit=("*",)),
             low_precision_weights=low,
             precision=low and "bf16-mixed",
             optimizer_in_backward=True,

@@ -771,10 +771,10 @@ def test_what_gave_way_in_this_run_is_off_in_the_prediction():
     assert found["precision"] is None
     assert effective_settings(arguments, rows, None)["micro_batch_size"] == "auto"
     assert effective_settings(arguments, [], 4)["micro_batch_size"] is None
-    belonging = arguments | {"blocks": "Block", "force_8bit": ["*"]}
+    belonging = arguments | {"blocks": "Block", "host_budget": "1GiB"}
     assert effective_settings(belonging, rows, None)["blocks"] is None
-    assert effective_settings(belonging, rows, None)["force_8bit"] == ["*"]
-    assert effective_settings(belonging, [], None)["force_8bit"] == ()
+    assert effective_settings(belonging, rows, None)["blocks"] == "Block"
+    assert effective_settings(belonging, [], None)["host_budget"] is None
 
 
 class LoadedInWorkers(Dataset[Tensor]):

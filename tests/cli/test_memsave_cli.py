@@ -91,8 +91,6 @@ def test_flags_are_typed(name):
         name,
         "--memsave.activation_checkpointing=0.5",
         "--memsave.optimizer=lion_8bit",
-        "--memsave.optimizer_kwargs.betas=[0.9,0.95]",
-        "--memsave.keep_32bit+=*.head.*",
         "--memsave.report=false",
     )
     assert (
@@ -100,8 +98,6 @@ def test_flags_are_typed(name):
         >= {
             "activation_checkpointing": 0.5,
             "optimizer": "lion_8bit",
-            "optimizer_kwargs": {"betas": [0.9, 0.95]},
-            "keep_32bit": ["*.head.*"],
             "report": False,
         }.items()
     )
@@ -144,7 +140,6 @@ memsave:
   precision: bf16-mixed
   accumulate_grad_batches: 4
   blocks: ["re:layers[.]x", Block]
-  force_8bit: ["*.embed.*"]
   exactness: approximate
 """,
     "objects": """
@@ -260,6 +255,7 @@ class TestPrecision:
         ("accumulate_grad_batches=0", "Use `accumulate_grad_batches=4` for a step every four"),
         ("exactness=exact", "Expected a typing.Literal['bitwise', 'rounding', 'approximate']"),
         ("nonsense=1", "`nonsense` is not an argument of `MemSaveCallback`. Use `enabled`, `activ"),
+        ("keep_32bit=[a]", "Write it as `optimizer=LowBitOptimizer("),
         ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
     ],
 )

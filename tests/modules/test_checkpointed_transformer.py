@@ -372,12 +372,11 @@ def test_technique_objects_are_used_and_not_saved():
             "activation_checkpointing": ActivationCheckpointing(1),
             "optimizer": LowBitOptimizer("lion_8bit"),
             "report": False,
-            "keep_32bit": ["*.head.*"][:0],
         }
     )
     [callback] = lit.configure_callbacks()
     assert callback.arguments["activation_checkpointing"] == ActivationCheckpointing(1)
-    assert lit.hparams.memsave == {"report": False, "keep_32bit": []}
+    assert lit.hparams.memsave == {"report": False}
 
 
 def test_loggers_get_the_hyperparameters(tmp_path):

@@ -206,7 +206,7 @@ class StackSetting(Setting):
         settings = {name: arguments[name] for name in arguments["from_stack"]}
         on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
         off = ", ".join(name for name, value in settings.items() if value is None)
-        beside = ", ".join(name for name in own if name != "force_8bit")
+        beside = ", ".join(own)
         texts = {"": on, "off in this stack: ": off, "given beside it: ": beside}
         details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
         self._row = Row(self.name, repr(given), "on" if on else "off", details)

@@ -10,11 +10,18 @@ from lightning_memsave.errors import ConfigurationError
 
 P = ParamSpec("P")
 
+_OF_OPTIMIZER = (
+    'Write it as `optimizer=LowBitOptimizer("8bit", keep_32bit=["*.head.*"])`, with the name of '
+    "the optimizer; in YAML with `class_path`."
+)
 INSTEAD: Mapping[str, str] = {
     "monitor": "Put `GPUMemoryMonitor(...)` beside `MemSaveCallback` in the Trainer's callbacks; "
     "nothing is measured with `report=False` and `predict=False`.",
     "eval_micro_batch_size": "Evaluation follows `micro_batch_size`; "
     "`micro_batch_size=MicroBatching(..., evaluation=False)` leaves it out.",
+    "optimizer_kwargs": _OF_OPTIMIZER,
+    "keep_32bit": _OF_OPTIMIZER,
+    "force_8bit": _OF_OPTIMIZER,
     "early_release": "Remove it: tensors are always freed early.",
     "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
 }
