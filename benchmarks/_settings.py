@@ -3,11 +3,8 @@
 from typing import Any
 
 NOTHING: dict[str, Any] = {
-    "activation_checkpointing": None,
-    "optimizer": None,
-    "precision": None,
-    "micro_batch_size": None,
-    "monitor": False,
+    "stack": "off",
+    "predict": False,
 }
 """Arguments that switch everything off."""
 

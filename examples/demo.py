@@ -115,15 +115,21 @@ class StepTimer(Callback):
 
 
 def train(
-    name: str, loader: DataLoader[Any], callback: Callback, steps: int, folder: Path
+    name: str,
+    loader: DataLoader[Any],
+    callback: Callback,
+    steps: int,
+    folder: Path,
+    *others: Callback,
 ) -> tuple[Run, PassageClassifier, Trainer]:
-    """Train a fresh model with one additional callback."""
+    """Train a fresh model with additional callbacks, of which the last one measures."""
     gc.collect()  # an earlier model is gone, whatever refers to itself
     seed_everything(0, verbose=False)
     module = PassageClassifier()
-    trainer = make_trainer([RichProgressBar(), callback], steps, folder)
+    trainer = make_trainer([RichProgressBar(), callback, *others], steps, folder)
     trainer.fit(module, loader)
-    monitor = callback.monitor if isinstance(callback, MemSaveCallback) else callback
+    last = (callback, *others)[-1]
+    monitor = last.monitor if isinstance(last, MemSaveCallback) else last
     assert isinstance(monitor, GPUMemoryMonitor)
     measured = monitor.summary
     assert measured is not None
@@ -164,7 +170,7 @@ def measure_time_ratio(loader: DataLoader[Any], folder: Path) -> float:
     ratios = []
     for _ in track(range(NUM_PAIRS), "Timing", console=console):
         medians_s = []
-        for callbacks in ([], [MemSaveCallback(monitor=False, report=False)]):
+        for callbacks in ([], [MemSaveCallback(predict=False, report=False)]):
             timer = StepTimer()
             trainer = make_trainer([*callbacks, timer], num_steps, folder)
             trainer.fit(PassageClassifier(), loader)
@@ -205,8 +211,8 @@ def compare(
     for number, (name, settings) in enumerate(ALONE.items(), start=5):
         announce(number, f"Memory with {name}: two steps")
         quiet = GPUMemoryMonitor(print_summary=False)
-        callback = MemSaveCallback(**settings, monitor=quiet, report=False)
-        runs.append(train(name, loader, callback, 2, folder)[0])
+        callback = MemSaveCallback(**settings, report=False)
+        runs.append(train(name, loader, callback, 2, folder, quiet)[0])
     return runs, is_same
 
 

@@ -61,7 +61,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        quiet: dict[str, Any] = {"report": False, "monitor": False}
+        quiet: dict[str, Any] = {"report": False, "predict": False}
         first = folder / "first.ckpt"
         train([MemSaveCallback(optimizer="8bit", **quiet)], num_batches, first)
 

@@ -212,7 +212,7 @@ def test_the_call_beside_a_row_is_what_its_trainer_gets():
         assert (code == "") == (given is None) == (name == "nothing")
         if given is not None:
             typed = eval(code, {"MemSaveCallback": dict})
-            assert typed == {n: v for n, v in given.items() if n != "monitor"}
+            assert typed == {n: v for n, v in given.items() if n != "predict"}
 
 
 def test_main_writes_tables_claims_and_plot(tmp_path, monkeypatch, capsys):

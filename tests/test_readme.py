@@ -209,7 +209,14 @@ class TestJson:
 
     @pytest.mark.slow
     def test_memsave_predict(self, prediction, capsys):
-        batch = ["--batch", "float32[4,32]", "--gpu", "T4", "--variant", "early_release=true"]
+        batch = [
+            "--batch",
+            "float32[4,32]",
+            "--gpu",
+            "T4",
+            "--variant",
+            "optimizer_in_backward=true",
+        ]
         model = "lightning.pytorch.demos.boring_classes:BoringModel"
         assert main(["predict", model, *batch, "--json"]) == 0
         printed = json.loads(capsys.readouterr().out)

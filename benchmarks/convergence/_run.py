@@ -122,7 +122,7 @@ def train(name: str, seed: int, *, is_dry: bool) -> dict[int, float]:
     callbacks: list[Callback] = [validation]
     arguments = ROWS[name]
     if arguments is not None:
-        callbacks.append(MemSaveCallback(**arguments, monitor=False, predict=False, report=False))
+        callbacks.append(MemSaveCallback(**arguments, predict=False, report=False))
     torch.manual_seed(seed)
     config: Any = GPT2Config(
         vocab_size=VOCAB_SIZE, n_positions=NUM_TOKENS, n_embd=128, n_layer=4, n_head=4

@@ -178,9 +178,7 @@ class Fit:
 
     def run(self) -> str:
         """Train; give a digest of all parameters, also where an error ended the fit."""
-        memsave = MemSaveCallback(
-            **STACKS[self.case.stack], predict=False, report=self.watches, monitor=self.watches
-        )
+        memsave = MemSaveCallback(**STACKS[self.case.stack], predict=False, report=self.watches)
         checkpoint: list[Any] = []
         last = None
         if self.folder is not None:

@@ -82,7 +82,7 @@ def run(
     """Train a project, with a callback unless ``None``; give its weights and how it ended."""
     callback = None
     if settings is not None:
-        callback = MemSaveCallback(**settings, predict=False, report=False, monitor=False)
+        callback = MemSaveCallback(**settings, predict=False, report=False)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with mock.patch.object(setting, "SMALLEST_SAVING_BYTES", 0):

@@ -107,7 +107,7 @@ class PlannedFit:
             for part in module.modules():
                 if isinstance(part, nn.Dropout):
                     part.p = 0.0
-        callback = MemSaveCallback(**self.settings, predict=False, report=False, monitor=False)
+        callback = MemSaveCallback(**self.settings, predict=False, report=False)
         watch, checkpoint, last = _Watch(self, callback), [], None
         if self.folder is not None:
             checkpoint = [ModelCheckpoint(self.folder, save_last=True)]

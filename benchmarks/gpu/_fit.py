@@ -19,7 +19,7 @@ from benchmarks.gpu._measure import MIB, limit_to, synchronize
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.measure.nvml import read_nvml
 
-PLAIN: dict[str, Any] = {**NOTHING, "early_release": None, **MIXED_PRECISION}
+PLAIN: dict[str, Any] = {**NOTHING, **MIXED_PRECISION}
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,12 @@ FITS = {
     "gpt2_xl bitwise": Fit("gpt2_xl", {"stack": "bitwise", **MIXED_PRECISION}),
     "gpt2_xl classic": Fit("gpt2_xl", {"stack": "classic"}),
     "gpt2_xl_6 offload": Fit("gpt2_xl_6", {"stack": "offload"}),
-    "roberta fp32": Fit("roberta", {**NOTHING, "early_release": None}),
+    "roberta fp32": Fit("roberta", NOTHING),
     "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
     "roberta selective": Fit("roberta", {**PLAIN, "activation_checkpointing": "selective"}),
     "roberta 8-bit": Fit("roberta", {**PLAIN, **LOW_BIT_OPTIMIZER}),
     "roberta 16-mixed": Fit("roberta", {**PLAIN, "precision": "16-mixed"}),
     "roberta bf16-true": Fit("roberta", {**PLAIN, "precision": "bf16-true"}),
-    "roberta tf32": Fit("roberta", {**NOTHING, "early_release": None, "tf32": True}),
     "roberta micro-batches": Fit("roberta", {**PLAIN, "micro_batch_size": 16}),
     "llama plain": Fit("llama", PLAIN),
     "vit plain": Fit("vit", PLAIN),
@@ -172,9 +171,8 @@ def run(name: str, device: str) -> Found:
     module = _Module(model)
     module.is_fused = chosen.is_fused
     clock = _Clock(device, num_warmup * accumulated)
-    memsave = MemSaveCallback(
-        **{**chosen.settings, "monitor": False, "report": False, "predict": 60}
-    )
+    memsave = MemSaveCallback(**{**chosen.settings, "report": False, "predict": 60})
+    memsave.monitor = None  # the clock measures
     if chosen.limit_mib is not None and is_cuda:
         limit_to(chosen.limit_mib)
     num_batches = (num_warmup + num_steps) * accumulated

@@ -136,7 +136,6 @@ STEPS = (
     _fit("roberta 8-bit", needs=BITSANDBYTES),
     _fit("roberta 16-mixed"),
     _fit("roberta bf16-true"),
-    _fit("roberta tf32"),
     _fit("roberta micro-batches"),
     _fit("llama plain"),
     _fit("vit plain"),

@@ -76,7 +76,7 @@ class Row:
             Its arguments, or ``None`` for training without it.
         """
         if self.stack is not None:
-            return {"stack": self.stack, "monitor": False, **self.beside}
+            return {"stack": self.stack, "predict": False, **self.beside}
         chosen: dict[str, Any] = {}
         if self.checkpointing:
             chosen |= CHECKPOINTING
@@ -100,8 +100,7 @@ class Row:
         given = self.callback_arguments(workload)
         if given is None:
             return ""
-        # What is measured is without the monitor, which changes no bytes of a step.
-        named = [f"{name}={value!r}" for name, value in given.items() if name != "monitor"]
+        named = [f"{name}={value!r}" for name, value in given.items() if name != "predict"]
         return f"MemSaveCallback({', '.join(named)})"
 
     def hugging_face_arguments(self, workload: Workload) -> dict[str, Any]:

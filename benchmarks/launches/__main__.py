@@ -112,7 +112,7 @@ def _techniques() -> dict[str, Row]:
         "checkpointing": {"activation_checkpointing": "all"},
         "checkpointing, nested": {"activation_checkpointing": "nested"},
         "checkpointing, selective": {"activation_checkpointing": "selective"},
-        "early release": {"early_release": True, **BF16},
+        "early release": BF16,
         "8-bit optimizer": {"optimizer": "8bit"},
         "chunked cross-entropy": {"chunked_cross_entropy": True},
         "optimizer in backward": {"optimizer_in_backward": True},

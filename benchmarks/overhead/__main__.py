@@ -61,7 +61,7 @@ COMPARISONS: dict[str, tuple[Make, Make]] = {
         checkpointed_by_hand,
         partial(plain, **{**NOTHING, **CHECKPOINTING}),
     ),
-    "monitor alone / no callback": (plain, partial(plain, **{**NOTHING, "monitor": True})),
+    "monitor alone / no callback": (plain, partial(plain, stack="off")),
     "no callback / no callback": (plain, plain),  # what the method itself gets wrong
 }
 

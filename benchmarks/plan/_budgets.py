@@ -280,7 +280,7 @@ class Everything:
         return list(dict.fromkeys(found))
 
     def _predict(self, changes: dict[str, Any]) -> tuple[int, float, dict[str, Any]]:
-        prediction = self._what_if.predict({"early_release": True, **changes})
+        prediction = self._what_if.predict({"precision": "32-true", **changes})
         return prediction.device_bytes, step_time(prediction.work, self._rates).seconds, changes
 
 
@@ -410,8 +410,7 @@ def _searched(found: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _short(plan: Mapping[str, Any]) -> str:
-    text = Plan(**plan).short
-    return text.replace(", early_release=True", "").replace("early_release=True", "nothing on")
+    return Plan(**plan).short
 
 
 def check_claims(found: dict[str, dict[str, Any]]) -> dict[str, bool]:

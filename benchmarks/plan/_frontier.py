@@ -45,7 +45,7 @@ def _tokens(batch_size: int, num_tokens: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-_OFF: dict[str, Any] = {"stack": "off", "early_release": None}
+_OFF: dict[str, Any] = {"stack": "off"}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (model.build, model.batch) for name, model in LANGUAGE_MODELS.items()},

@@ -52,7 +52,7 @@ def make_trained_text(trained: dict[str, Any]) -> str:
         ]
         for model, found in trained.items()
     ]
-    return "Two steps on a CPU with `single_gpu` and `chunked_sdpa`, in MiB:\n\n" + markdown_table(
+    return "Two steps on a CPU with `single_gpu`, in MiB:\n\n" + markdown_table(
         ["model", "predicted", "counted", "error", "losses"], rows
     )
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks._models import BASE, SMALL, MaskedLM, masked_batch
-from benchmarks._settings import NOTHING
 from benchmarks._training import LanguageModel, fit
 from lightning_memsave import MemSaveCallback, predict_memory
 
@@ -71,13 +70,10 @@ MODELS = {
 """By name."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "nothing": NOTHING | {"early_release": None},
+    "nothing": {"stack": "off"},
     **{stack: {"stack": stack} for stack in ("classic", "bitwise", "single_gpu", "offload")},
 }
 """What `MemSaveCallback` is told, by name."""
-
-ON_CPU: dict[str, Any] = {"attention": "chunked_sdpa"}
-"""Beside a stack where torch has no attention kernel for dropout."""
 
 
 class Losses(Callback):
@@ -125,7 +121,6 @@ def train(model: str, setting: str, **beside: Any) -> dict[str, Any]:
         ``predicted_bytes``, ``counted_bytes`` and the losses.
     """
     chosen = MODELS[model]
-    beside |= ON_CPU if setting in ("single_gpu", "offload") else {}
     callback = MemSaveCallback(**SETTINGS[setting], **beside, predict=300, report=False)
     batch = chosen.batch()
     module = LanguageModel(chosen.build())

@@ -106,7 +106,7 @@ class SqueezedFit:
             observer = OOMObserver(folder, predict=False)
             self.memsave = None
             if self.settings is not None:
-                off: Any = dict.fromkeys(("monitor", "predict", "report"), False)
+                off: Any = dict.fromkeys(("predict", "report"), False)
                 self.memsave = MemSaveCallback(**self.settings, **off)
             error = self._fit([*filter(None, [self.memsave]), observer, _Phases(self)])
         report = observer.report

@@ -117,7 +117,7 @@ def count_on_device(
     accumulated = setup.settings.get("accumulate_grad_batches") or 1
     lit = _OnDevice(setup.build(), accumulated)
     lit.attributes = attributes
-    given = {"stack": "off", "micro_batch_size": None, "monitor": False, **setup.settings}
+    given = {"stack": "off", "micro_batch_size": None, **setup.settings}
     # Gradients that wait for clipping stay on the device as far as the prediction has room.
     given["predict"] = LIMIT_S if setup.clip is not None else False
     with taken_to_work(compiles=compiles):

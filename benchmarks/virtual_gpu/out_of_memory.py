@@ -34,6 +34,7 @@ from benchmarks.virtual_gpu._squeezed_fit import (
     SqueezedFit,
 )
 from benchmarks.virtual_gpu._squeezed_models import MODELS, Model
+from lightning_memsave import MicroBatching
 from lightning_memsave.units import GIB, MIB
 
 OUTCOMES = (
@@ -179,7 +180,7 @@ def _train(
     validation = [model.batch(NUM_BATCHES, 3 if IS_EXACT else 2)]
     settings = PRESETS[case.preset]
     if settings is not None and not IS_EXACT:  # nothing can be proven of what nobody computes
-        settings = {**settings, "eval_micro_batch_size": None}
+        settings = {**settings, "micro_batch_size": MicroBatching("auto", evaluation=False)}
     fit = SqueezedFit(
         model.build, batches, validation, settings, capacity, squeeze, sizes, IS_EXACT
     )

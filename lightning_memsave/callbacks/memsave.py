@@ -4,8 +4,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
@@ -18,14 +18,14 @@ from lightning_memsave.callbacks.settings.modules import (
     ActivationCheckpointingSetting,
     ChunkedCrossEntropySetting,
 )
+from lightning_memsave.callbacks.settings.names import known_names_only
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.start_advice import add_start_advice, describe_open_window
 from lightning_memsave.core.blocks import BlockSelector
-from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from lightning_memsave.oom.report import add_advice, out_of_memory_in
 from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -40,7 +40,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import LowPrec
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import entries, with_plan, with_stack
+from lightning_memsave.techniques.registry import with_plan, with_stack
 from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
@@ -56,10 +56,6 @@ from lightning_memsave.trainer.trainer import (
 from lightning_memsave.trainer.training_loop import has_open_window
 
 
-class _NoOthers(TypedDict, total=False):
-    """What type checkers know of other arguments: there are none."""
-
-
 class MemSaveCallback(CallbackBase):
     """Train with less memory, by one line in an existing project.
 
@@ -71,7 +67,10 @@ class MemSaveCallback(CallbackBase):
     switched on, what was not, and why; ``memsave_report.json`` in the run's log directory repeats
     it with the memory that was measured.
 
-    Each argument from ``activation_checkpointing`` to ``early_release`` can be ``"auto"``, which
+    The gradients of the step before are freed before the forward pass, and outputs that nothing
+    reads before backward, unless ``stack="off"`` is all that is written.
+
+    Each argument from ``activation_checkpointing`` to ``attention`` can be ``"auto"``, which
     means the value of the stack, ``None``, which leaves the project unchanged, or a value, which is
     set or refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack
     stays off where it conflicts with the project or finds nothing to change; the table shows the
@@ -81,11 +80,12 @@ class MemSaveCallback(CallbackBase):
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
             ``"every:k"``, the first m as a number, a share of them, or `ActivationCheckpointing`.
         optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, a
-            name such as ``"lion_8bit"``, or `LowBitOptimizer`.
+            name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own.
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"auto"`` starts with the whole batch; when memory runs out, the batch
-            is repeated with half the size, which is kept and saved in checkpoints.
+            is repeated with half the size, which is kept and saved in checkpoints. Evaluation does
+            the same where a few samples prove that it only rounds.
         block_micro_batch_size: Samples that pass a block at once, or `BlockMicroBatching`; weights
             that ``offload`` streams come once for the batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
@@ -103,7 +103,6 @@ class MemSaveCallback(CallbackBase):
             ``"parameters+activations"``; or `Offloading`.
         attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
             `AttentionKernel`.
-        early_release: Free gradients before forward, and unused outputs before backward.
         stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
             optimizer, micro-batches), ``"bitwise"`` (all that keeps training the same bit for bit),
             ``"single_gpu"`` (the least GPU memory without host memory), ``"offload"`` (the least
@@ -115,24 +114,19 @@ class MemSaveCallback(CallbackBase):
             given; when memory runs out, the next faster ones take their place.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
-        optimizer_kwargs: Settings of an optimizer that is chosen by name.
-        keep_32bit: Shell patterns of parameter names whose optimizer state stays 32-bit.
-        force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
-            embeddings, norms or biases.
         host_budget: Host memory for ``offload``, such as ``"16GiB"``; ``None``: half of the free.
         loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
             ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
             batch.
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
-        eval_micro_batch_size: The same for evaluation, where samples prove that it only rounds.
-        tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves it as it is.
         exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             Settings that move them further are off in a stack, and refused if they are given.
-        monitor: Measure memory; ``False``, or a `GPUMemoryMonitor` with settings.
         predict: Predict peak memory before the first step, by training two steps on fake tensors,
             for 20 seconds at most; ``False`` disables it, a number is another limit in seconds.
-        report: Print the table and write ``memsave_report.json``.
+        report: Print the table and write ``memsave_report.json``. Where neither this nor
+            ``predict`` or ``budget`` is on, memory is not measured; a `GPUMemoryMonitor` with
+            settings of its own stands beside this callback in the Trainer's list.
 
     Raises:
         ConfigurationError: If arguments are wrong on their own; the message lists all that are.
@@ -148,6 +142,7 @@ class MemSaveCallback(CallbackBase):
         MemSaveCallback(activation_checkpointing='all', optimizer=None)
     """
 
+    @known_names_only
     def __init__(
         self,
         activation_checkpointing: int | float | str | ActivationCheckpointing | None = "auto",
@@ -162,32 +157,24 @@ class MemSaveCallback(CallbackBase):
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
         offload: bool | str | Offloading | None = "auto",
         attention: str | AttentionKernel | None = "auto",
-        early_release: bool | str | None = "auto",
         stack: Literal["off", "classic", "bitwise", "single_gpu", "offload"] | None = None,
         budget: int | float | str | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
-        optimizer_kwargs: Mapping[str, Any] | None = None,
-        keep_32bit: Sequence[str] = (),
-        force_8bit: Sequence[str] = (),
         host_budget: int | str | None = None,
         loss_weight: Literal["auto", "samples", "tokens", "tokens_shifted"]
         | Callable[[Any], Any] = "auto",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
-        eval_micro_batch_size: int | str | MicroBatching | None = "auto",
-        tf32: bool | None = None,
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
-        monitor: bool | GPUMemoryMonitor = True,
         predict: bool | float = True,
         report: bool = True,
-        **others: Unpack[_NoOthers],
     ) -> None:
-        given = {**locals(), **others}
+        given = {**locals()}
         super().__init__()
-        refuse_unknown(others)
-        # Each parameter by its name, and techniques that other packages have registered.
-        names = dict.fromkeys([*_DEFAULTS, *(entry.argument for entry in entries())])
-        self.arguments = {name: given.get(name, "auto") for name in names}
-        self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
+        self.arguments = {name: given[name] for name in _DEFAULTS}
+        self._settings = make_settings(type(self).__name__, self.arguments)
+        is_measured = report or predict is not False or budget is not None
+        self.monitor = GPUMemoryMonitor() if is_measured else None
+        """What measures a fit, unless the Trainer has a monitor among its callbacks."""
         self._in_force: Mapping[str, Any] = with_stack(self.arguments)
         self.plan: RunPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
@@ -285,7 +272,7 @@ class MemSaveCallback(CallbackBase):
         size = self._micro_batches.size
         self.plan = plan_fit(trainer, pl_module, MemSaveCallback, self.arguments, self.plan)
         chosen = self.plan.plan.settings
-        self._settings, _ = make_settings(type(self).__name__, self.arguments, chosen)
+        self._settings = make_settings(type(self).__name__, self.arguments, chosen)
         self._in_force = with_plan(self.arguments, chosen)
         self._budget.use(self.plan)
         self._settings.find(ActivationCheckpointingSetting).blocks = self.arguments["blocks"]
@@ -477,22 +464,9 @@ class MemSaveCallback(CallbackBase):
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(MemSaveCallback).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
 }
-
-
-def refuse_unknown(others: Iterable[str]) -> None:
-    """Refuse names that are neither in the signature nor those of registered techniques."""
-    known = [entry.argument for entry in entries()]
-    for name in others:
-        if name not in known:
-            names = ", ".join(f"`{known}`" for known in _DEFAULTS)
-            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {names}."
-            raise ConfigurationError(f"`{name}` is not an argument of `MemSaveCallback`. {fix}")
 
 
 def is_default(name: str, value: object) -> bool:
     """Say whether an argument of `MemSaveCallback` need not be written."""
-    default = _DEFAULTS.get(name, "auto")
-    # Command lines and YAML write an empty list for `()`.
-    return bool(value == default) or (default == () and not value)
+    return bool(value == _DEFAULTS[name])

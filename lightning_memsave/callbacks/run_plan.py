@@ -136,7 +136,7 @@ def _conflicting(trainer: Any, pl_module: Any, arguments: Mapping[str, Any]) -> 
         if arguments[entry.argument] != "auto" or not values:
             continue
         plan = values_of("single_gpu") | {entry.argument: values[0]}
-        settings, _ = make_settings("MemSaveCallback", {**arguments, "exactness": _ANY}, plan)
+        settings = make_settings("MemSaveCallback", {**arguments, "exactness": _ANY}, plan)
         if settings.conflicts_of(entry.argument, trainer, pl_module):
             found.append(entry.argument)
     return found

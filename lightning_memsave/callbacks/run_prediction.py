@@ -21,7 +21,7 @@ from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
-from lightning_memsave.techniques.registry import entries
+from lightning_memsave.techniques.registry import entries, frees_early
 from lightning_memsave.techniques.waiting_state import waiting_bytes
 from lightning_memsave.trainer.distributed import copies_gradients
 from lightning_memsave.trainer.hooks import log_info
@@ -32,7 +32,7 @@ TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # The Trainer has its precision by now; the others do not change training steps.
-_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack", "budget")
+_LEFT_OUT = ("precision", "stack", "budget")
 
 
 class RunPrediction(Predicted):
@@ -110,6 +110,8 @@ def effective_settings(
     """Give the arguments of a callback that would do what this run does."""
     on = {row.name for row in rows if row.status == "on"}
     result = {**arguments, **dict.fromkeys(_LEFT_OUT)}
+    if not frees_early(arguments):
+        result["stack"] = arguments["stack"]
     result.pop("from_stack", None)
     # The run has decided already, by facts that a prediction lacks, such as the strategy.
     for entry in entries():

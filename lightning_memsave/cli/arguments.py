@@ -108,7 +108,9 @@ def add_settings_arguments(parser: "argparse._ActionsContainer") -> None:
         default=[],
         metavar="NAME=VALUE",
         help="argument of MemSaveCallback, such as activation_checkpointing=all, as text or "
-        "JSON: 'force_8bit=emb*', 'force_8bit=[\"emb*\", \"head*\"]'; can be repeated",
+        'JSON, techniques with class_path: \'optimizer={"class_path": '
+        '"lightning_memsave.LowBitOptimizer", "init_args": {"force_8bit": ["emb*"]}}\'; '
+        "can be repeated",
     )
     parser.add_argument("--precision", help="such as bf16-mixed; same as --set precision=...")
 
@@ -210,7 +212,6 @@ if TYPE_CHECKING:
     from lightning_memsave.prediction.training_step import TrainingStep
     from lightning_memsave.targets.target import Target
 
-_PATTERNS = ("keep_32bit", "force_8bit")
 _ONE_DEVICE = (None, "auto", "ddp", "single_device")
 
 
@@ -321,12 +322,10 @@ def _check_optimizer(target: "Target") -> None:
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read ``NAME=VALUE`` arguments of `MemSaveCallback`; one pattern need not be a list."""
+    """Read ``NAME=VALUE`` arguments of `MemSaveCallback`."""
     from lightning_memsave.targets.code import parse_arguments
 
-    given = parse_arguments(pairs)
-    single = {name: (given[name],) for name in _PATTERNS if isinstance(given.get(name), str)}
-    return given | single
+    return parse_arguments(pairs)
 
 
 def callback_settings(

@@ -210,10 +210,18 @@ def _yaml(case: _Case, target: "Target", arguments: argparse.Namespace) -> str:
     given = {**(target.settings or {}), **read_settings(arguments.set)}
     shown = changed_arguments(MemSaveCallback, case.best.settings)
     shown |= {n: given[n] for n in shown if isinstance(given.get(n), dict)}
-    plain = {n: list(v) if isinstance(v, tuple) else v for n, v in shown.items()}
+    plain = {n: _plain(v) for n, v in shown.items()}
     callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": plain}
     text: str = yaml.safe_dump({"trainer": {"callbacks": [callback]}}, sort_keys=False)
     return text
+
+
+def _plain(value: Any) -> Any:
+    from lightning_memsave.core.technique import Technique, as_config
+
+    if isinstance(value, Technique):
+        return as_config(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _to_dict(

@@ -5,7 +5,7 @@ import enum
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -130,6 +130,10 @@ class Technique(ABC, Generic[TargetT]):
     examples: ClassVar[str] = "True"
     """Valid values of the argument other than an instance, for messages."""
 
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in settings_of(self).items())
+        return f"{type(self).__name__}({given})"
+
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
         """Convert a value of the argument to the technique.
@@ -209,6 +213,20 @@ class Technique(ABC, Generic[TargetT]):
     @abstractmethod
     def _apply(self, target: TargetT) -> Handle[TargetT]:
         """Make the changes; the target has passed ``check``."""
+
+
+def settings_of(technique: Technique[Any]) -> dict[str, Any]:
+    """Give the settings of a technique that are not the defaults."""
+    own = {f.name: f.default for f in fields(technique) if f.repr}  # type: ignore[arg-type]
+    values = {name: getattr(technique, name) for name in own}
+    return {name: value for name, value in values.items() if value != own[name]}
+
+
+def as_config(technique: Technique[Any]) -> dict[str, Any]:
+    """Write a technique as LightningCLI reads it."""
+    settings = settings_of(technique)
+    plain = {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
+    return {"class_path": f"lightning_memsave.{type(technique).__name__}", "init_args": plain}
 
 
 Status = Literal["on", "off", "unchanged"]

@@ -13,6 +13,8 @@ from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.prediction.peaks import NUM_LARGEST
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.registry import frees_early
 from lightning_memsave.units import format_bytes
 
 _MADE = ("activation", "temporary", "other")
@@ -211,14 +213,13 @@ def previous_gradients(what_if: WhatIf) -> Finding:
     alive = 0
     if base.peak_phase == "forward" and in_forward is not None:
         alive = base.peak.gradient_bytes
-    effective = what_if.step.effective_settings
-    if effective["micro_batch_size"] is not None or effective["early_release"]:
+    if frees_early(what_if.step.effective_settings):
         return finding_of(
             name, alive, "`MemSaveCallback` frees them before the forward pass.", base
         )
     try:
-        found = what_if.predict({"early_release": True})
-        why = "" if "early_release" in found.settings else "the module runs its own steps"
+        found = what_if.predict({"micro_batch_size": MicroBatching("auto")})
+        why = "" if "micro_batch_size" in found.settings else "the module runs its own steps"
     except ImpossibleVariantError as error:
         why = str(error)
     if why:
@@ -230,7 +231,7 @@ def previous_gradients(what_if: WhatIf) -> Finding:
         sentence = (
             f"Lightning frees gradients after the forward pass, so that {format_bytes(alive)} of "
             "the previous step are alive beside the activations. Freeing them earlier saves "
-            f"{format_bytes(saved)}: `MemSaveCallback(early_release=True)` does it."
+            f"{format_bytes(saved)}: `MemSaveCallback` does it beside everything else."
         )
     return finding_of(name, alive, sentence, base, alive_bytes=alive, saved_bytes=saved)
 

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.modules.hugging_face import (
     TASKS,
@@ -14,7 +15,7 @@ from lightning_memsave.modules.hugging_face import (
     only_plain,
     read_recipe,
 )
-from lightning_memsave.modules.mixins import MemSaveMixin, everything_off, make_callback
+from lightning_memsave.modules.mixins import MemSaveMixin, everything_off
 from lightning_memsave.modules.steps import SCHEDULES, TransformerSteps, make_metrics
 
 _FIXES = {
@@ -100,7 +101,7 @@ def _memsave_problems(memsave: object) -> list[Problem | str]:
         fix = 'Use a dictionary such as `memsave={"optimizer": None}`, `None`, or `"auto"`.'
         return [Problem(f"`memsave={memsave!r}`", "it is not a dictionary", fix)]
     try:
-        make_callback(dict(memsave))
+        MemSaveCallback(**memsave)
     except ConfigurationError as error:
         return [f"`memsave`: {error}"]
     return []

@@ -29,7 +29,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] | None = None
-        self.callback: _Callback | None = None
+        self.callbacks: list[_Callback] = []
 
     def __reduce__(self) -> tuple[type["_Cache"], tuple[()]]:
         return _Cache, ()
@@ -39,7 +39,7 @@ class MemSaveMixin:
     """Base of the mixins: adds the callback, unless the Trainer has one."""
 
     _memsave_setting: ClassVar[tuple[str, str] | None] = None
-    """An argument of `MemSaveCallback`, and the class attribute with its value."""
+    """An argument of `MemSaveCallback` or ``"monitor"``, and the attribute with its value."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -56,40 +56,43 @@ class MemSaveMixin:
         arguments = _asked_for(cls, cls)
         # The value of a property is known only for an instance, and checked when a fit starts.
         if not any(hasattr(value, "__get__") for value in arguments.values()):
-            make_callback(everything_off() | arguments)
+            _make_callbacks(everything_off() | arguments)
 
     def _base_arguments(self) -> dict[str, Any]:
         return everything_off()
 
     def configure_callbacks(self) -> list[Any]:
-        """Add the callback with this module's settings.
+        """Add the callbacks with this module's settings.
 
-        It is the same object for each Trainer and stage, and is not added if the Trainer already
-        has a `MemSaveCallback`. An override must call ``super()``.
+        They are the same objects for each Trainer and stage, and are not added if the Trainer
+        already has a `MemSaveCallback`. An override must call ``super()``.
 
         Returns:
-            The callbacks of the base classes, and at most one more.
+            The callbacks of the base classes, and a `MemSaveCallback`, a `GPUMemoryMonitor`, or
+            both.
         """
         inherited = cast(Any, super()).configure_callbacks()
         callbacks = [*inherited] if isinstance(inherited, Sequence) else [inherited]
-        callback, trainer = self._own_callback(), _trainer_of(self)
+        own, trainer = self._own_callbacks(), _trainer_of(self)
         given = [] if trainer is None else [*trainer.callbacks]
-        kept = [c for c in given if c is callback or not _is_of_a_module(c)]
+        kept = [c for c in given if c in own or not _is_of_a_module(c)]
         if len(kept) < len(given):
             cast(Any, trainer).callbacks = kept
-        rivals = (type(callback), MemSaveCallback)
-        if callback is None or any(isinstance(c, rivals) for c in [*callbacks, *kept]):
-            return callbacks
-        return [*callbacks, callback]
+        others = [c for c in (*callbacks, *kept) if c not in own]
 
-    def _own_callback(self) -> _Callback | None:
+        def is_wanted(callback: _Callback) -> bool:
+            rivals = (type(callback), MemSaveCallback)
+            return callback not in kept and not any(isinstance(c, rivals) for c in others)
+
+        return [*callbacks, *filter(is_wanted, own)]
+
+    def _own_callbacks(self) -> list[_Callback]:
         cache = cast(_Cache, vars(self).setdefault("_memsave_cache", _Cache()))
         arguments = self._base_arguments() | _asked_for(type(self), self)
         if arguments != cache.arguments:
-            cache.arguments, cache.callback = arguments, make_callback(arguments)
-            if cache.callback is not None:
-                _BROUGHT_BY_MODULES.add(cache.callback)
-        return cache.callback
+            cache.arguments, cache.callbacks = arguments, _make_callbacks(arguments)
+            _BROUGHT_BY_MODULES.update(cache.callbacks)
+        return cache.callbacks
 
 
 class ActivationCheckpointingMixin(MemSaveMixin):
@@ -178,20 +181,19 @@ class MemoryLoggingMixin(MemSaveMixin):
 
 def everything_off() -> dict[str, Any]:
     """Return arguments of `MemSaveCallback` that disable everything."""
-    return {"stack": "off", "monitor": False}
+    return {"stack": "off"}
 
 
-def make_callback(arguments: dict[str, Any]) -> _Callback | None:
-    """Create the callback for a module's settings."""
-    monitor = arguments.get("monitor", True)
-    if monitor is None:
-        monitor = False
-    elif not isinstance(monitor, bool | GPUMemoryMonitor):
-        monitor = GPUMemoryMonitor(monitor)
+def _make_callbacks(arguments: dict[str, Any]) -> list[_Callback]:
+    arguments = {**arguments}
+    every_n_steps = arguments.pop("monitor", None)
+    callbacks: list[_Callback] = []
     wanted = {name: value for name, value in arguments.items() if value is not None}
-    if wanted | {"monitor": False} != everything_off():
-        return MemSaveCallback(**arguments | {"monitor": monitor})
-    return GPUMemoryMonitor() if monitor is True else monitor or None
+    if wanted != everything_off():
+        callbacks.append(MemSaveCallback(**arguments))
+    if every_n_steps is not None:
+        callbacks.append(GPUMemoryMonitor(every_n_steps))
+    return callbacks
 
 
 def _asked_for(cls: type, owner: object) -> dict[str, Any]:

@@ -281,15 +281,15 @@ def _less_in_evaluation(run: RunFacts) -> list[str]:
         "There is no backward pass and no graph (`torch.no_grad` is on), so what saves activations "
         "or optimizer state does not help."
     ]
-    status = run.status_of("eval_micro_batch_size")
+    status = run.status_of("evaluation")
     if status == "off":
         advice.insert(0, "Pass a smaller `batch_size` to that DataLoader.")
     elif status != "on":
         advice.insert(
             0,
             "Pass a smaller `batch_size` to that DataLoader; in one process "
-            '`MemSaveCallback(eval_micro_batch_size="auto")`, its default, splits batches of steps '
-            "that can be split.",
+            '`MemSaveCallback(micro_batch_size="auto")`, its default, splits batches of steps that '
+            "can be split.",
         )
     return [*advice, *_half_precision(run)]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memsave.core.technique import Offer
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.registry import Entry, entries, values_of
 
 _SUM = "the sum of their costs"
@@ -114,7 +115,7 @@ def _stack(now: CurrentSettings, name: str) -> list[Candidate]:
     if not now.may_have_bf16_weights:
         return []
     size = now.arguments.get("micro_batch_size")
-    values = {"stack": name} | {n: "auto" for n in values_of(name) if n != "force_8bit"}
+    values = {"stack": name} | dict.fromkeys(values_of(name), "auto")
     values |= {} if size in (None, "auto") else {"micro_batch_size": size}
     found = [Candidate(f"stack {name}", values, "approximate", _SUM)]
     if size in (None, "auto") and now.num_samples > 1:
@@ -150,10 +151,12 @@ def _activation_checkpointing(now: CurrentSettings, entry: Entry) -> list[Candid
 
 def _optimizer(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     (offer,), found = entry.offers, _of_entry(now, entry)
-    if now.embedding and not now.arguments.get("force_8bit"):
+    given = now.arguments.get(entry.argument) or offer.value
+    technique = given if isinstance(given, LowBitOptimizer) else LowBitOptimizer(given)
+    if now.embedding and not technique.force_8bit:
         name, cost = f"{offer.name}, also for the embedding", f"{offer.cost}; less exact rare rows"
-        with_embedding = Offer(name, offer.value, cost)
-        found.append(_candidate(entry, with_embedding, force_8bit=(f"*{now.embedding}",)))
+        technique = replace(technique, force_8bit=(f"*{now.embedding}",))
+        found.append(_candidate(entry, Offer(name, technique, cost)))
     return found
 
 

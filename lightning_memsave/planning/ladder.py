@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.techniques.registry import current_settings
 from lightning_memsave.units import format_bytes
 
 _WORTH_IT = 0.95  # of the time of a step: a faster plan must save more to be changed to
@@ -111,15 +113,19 @@ class RunPlan:
         """Read what `state` gave; ``None`` if it cannot be read."""
         try:
             return cls(
-                Plan(**state["plan"]),
+                _plan_of(state["plan"]),
                 state["budget_bytes"],
                 state["margin_bytes"],
-                tuple(Plan(**plan) for plan in state["ladder"]),
+                tuple(map(_plan_of, state["ladder"])),
                 unmeasured_bytes=state["unmeasured_bytes"],
                 correction=Correction(**state["correction"]),
             )
-        except (TypeError, KeyError):
+        except (TypeError, KeyError, ConfigurationError):
             return None
+
+
+def _plan_of(state: Mapping[str, Any]) -> Plan:
+    return Plan(**{**state, "settings": current_settings(state["settings"])})
 
 
 # From outside, neither recomputation nor updates in it can be told from backward.

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
+from lightning_memsave.core.technique import Technique, as_config
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
@@ -237,8 +238,11 @@ class MemoryPlan(JupyterMixin):
         return f"<MemoryPlan for {format_bytes(self.budget_bytes)}: {self.plan}>"
 
 
-# Of functions and techniques that the user has given: neither JSON nor pickle may take them.
+# Of functions and modules that the user has given: neither JSON nor pickle may take them.
 def _plain(value: Any) -> Any:
+    if isinstance(value, Technique):
+        found = as_config(value)
+        return found | {"init_args": {n: _plain(v) for n, v in found["init_args"].items()}}
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     return value if isinstance(value, str | int | float | None) else repr(value)

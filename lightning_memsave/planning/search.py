@@ -459,7 +459,7 @@ class PlanSearch:
 
 
 # Not of what is trained, or not in a plan.
-_NEITHER = ("stack", "budget", "monitor", "report", "predict")
+_NEITHER = ("stack", "budget", "report", "predict")
 
 
 def search_for(

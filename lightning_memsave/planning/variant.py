@@ -18,7 +18,7 @@ from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, FINAL, entries
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
 OFFLOAD = "offload"
-_OPTIMIZER = ("optimizer", "force_8bit")
+_OPTIMIZER = ("optimizer",)
 NO_LIMIT = 2**60
 """Bytes, for a limit that is given as a number."""
 # What may be on the host, that which leaves the least on the device last.

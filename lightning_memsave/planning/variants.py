@@ -34,6 +34,7 @@ from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.registry import (
+    ALL_8BIT,
     BESIDE_OFFLOAD,
     FINAL,
     entries,
@@ -43,7 +44,7 @@ from lightning_memsave.techniques.registry import (
 from lightning_memsave.units import format_bytes
 
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
-_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
+_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH)
 # Of the time that is allowed: it is left for predictions of whole plans.
 _FOR_PLANS = 0.5
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
@@ -72,9 +73,7 @@ class Variants:
         self._details = dict(details or {})
         self._off: dict[str, Any] = {
             e.argument: None for e in entries() if e.argument in self._open
-        } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
-        if "early_release" in self._open:  # costs nothing
-            self._off["early_release"] = True
+        } | ({MICRO_BATCH: "auto"} if MICRO_BATCH in self._open else {})
         self._num_before = 0
         self.is_cut_short = False
         """Whether time was too short for some variants."""
@@ -234,7 +233,7 @@ class Variants:
                 if not is_small or not is_worth_it(changes):
                     continue
                 found = self._record(rest, beside)
-                if found is not None and len(found.changes) < len(variant.changes):
+                if found is not None and found.changes != variant.changes:
                     yield found
 
     def in_other_parts(self, variant: Variant) -> list[Variant]:
@@ -286,9 +285,9 @@ class Variants:
     def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
         rest = leaving_out(chosen, one)
         yield rest
-        for other in self._options():
-            if other.changes.items() < one.changes.items():
-                yield [*rest, other]
+        same = [c for c in self._options() if argument_of(c) == argument_of(one)]
+        for other in same[: same.index(one)] if one in same else []:
+            yield [*rest, other]
 
     def _helps(self, with_it: Variant, without: Variant) -> bool:
         for kinds in self._extremes():
@@ -314,11 +313,11 @@ class Variants:
         )
         found = single_candidates(now)
         found += [
-            replace(one, name=_ALL_8BIT, changes={**one.changes, "force_8bit": ("*",)})
+            replace(one, name=_ALL_8BIT, changes={"optimizer": ALL_8BIT})
             for one in found
             if one.changes == {"optimizer": "8bit"}
         ]
-        found = [c for c in found if c.changes.get("force_8bit", ("*",)) == ("*",)]
+        found = [c for c in found if c.changes.get("optimizer", "8bit") in ("8bit", ALL_8BIT)]
         if what_if.attention in (None, "sdpa"):
             found = [one for one in found if "attention" not in one.changes]
         # Weights in bfloat16 name the precision that they need; here it is a choice of its own.
@@ -343,8 +342,6 @@ class Variants:
         if name == "precision" and self.what_if.device == "cpu":
             return False
         given = self.what_if.step.settings.get(name)
-        if name == "force_8bit":
-            return "optimizer" in self._open and not given
         return name in self._open or given == value
 
     def _micro_batches(self) -> list[dict[str, Any]]:

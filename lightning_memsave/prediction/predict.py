@@ -48,6 +48,7 @@ from lightning_memsave.prediction.simulate import (
 )
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.techniques.optimizer_kinds import MIN_PAGED_NUMEL, PAGED_STATES
 from lightning_memsave.trainer.nested_fit import quiet
@@ -271,6 +272,7 @@ class _Predictor:
             recording = simulate_steps(self.pl_module, batch, [callback], settings)
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
+        rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
         return summarise(
             recording,
             device=step.device,
@@ -278,15 +280,15 @@ class _Predictor:
             extra=[("input", rest_bytes), ("other", fit.other_bytes)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
             # It proves how the losses of micro-batches add up.
-            has_run=any(r.name == "micro_batch_size" and r.status == "on" for r in callback.rows),
+            has_run=any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
-            | {row.name: row.value for row in callback.rows if row.status == "on"}
+            | {row.name: row.value for row in rows if row.status == "on"}
             | _accumulation_setting(step.arguments),
-            ineffective=step.emulated | _ineffective(callback.rows),
+            ineffective=step.emulated | _ineffective(rows),
             assumptions=[
                 *assumptions,
-                *_forms(callback.rows),
+                *_forms(rows),
                 *(self._cuda_assumptions(recording) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
@@ -327,12 +329,14 @@ def simulated_arguments(
     step: TrainingStep, package: ModuleType
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Choose the arguments with which a step is simulated on the CPU."""
-    arguments = {**step.arguments, "monitor": False, "report": False, "predict": False}
-    arguments["eval_micro_batch_size"] = None  # only training steps are simulated
+    arguments = {**step.arguments, "report": False, "predict": False}
     assumptions = []
     optimizer = arguments["optimizer"]
-    if isinstance(optimizer, str) and optimizer.startswith(_PAGED):
-        arguments["optimizer"] = optimizer.removeprefix(_PAGED)
+    if isinstance(optimizer, str):
+        optimizer = LowBitOptimizer(optimizer)
+    if optimizer is not None and optimizer.optimizer.startswith(_PAGED):
+        name = optimizer.optimizer.removeprefix(_PAGED)
+        arguments["optimizer"] = replace(optimizer, optimizer=name)
         assumptions.append(
             "CUDA moves paged optimizer state to the host only when memory is short, and that of "
             "small parameters never."

@@ -181,8 +181,7 @@ def changed_arguments(
 ) -> dict[str, Any]:
     """Give the arguments of a `MemSaveCallback` that differ from the defaults, the stack first."""
     defaults, arguments = make_callback().arguments, make_callback(**settings).arguments
-    # Command lines and YAML write an empty list for `()`.
-    shown = [n for n, v in arguments.items() if v != defaults[n] and (v or defaults[n] != ())]
+    shown = [n for n, v in arguments.items() if v != defaults[n]]
     return {name: arguments[name] for name in sorted(shown, key=lambda name: name != "stack")}
 
 

@@ -1,8 +1,7 @@
 """Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its stacks."""
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_memsave.core.technique import Exactness, Offer, Technique
@@ -13,7 +12,10 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from lightning_memsave.techniques.block_micro_batching.technique import BlockMicroBatching
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_bit_optimizer.technique import (
+    LowBitOptimizer,
+    problems_of_name,
+)
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -46,9 +48,12 @@ class Entry:
         )
 
 
+ALL_8BIT = LowBitOptimizer(force_8bit=("*",))
+"""8-bit state of all parameters, embeddings included."""
+
 _ON = ("classic", "bitwise", "single_gpu", "offload")
 _AUTO: dict[str, Any] = dict.fromkeys(_ON, "auto")
-_ENTRIES = [
+_ENTRIES = (
     Entry(
         "precision",
         classic="auto",
@@ -58,7 +63,6 @@ _ENTRIES = [
     ),
     # In "bitwise" too, batches that do not fit are split: the alternative is that the run ends.
     Entry.of(MicroBatching, **_AUTO),
-    Entry("eval_micro_batch_size", **_AUTO),
     Entry.of(AttentionKernel, single_gpu="sdpa", offload="sdpa"),
     Entry.of(ChunkedCrossEntropy, single_gpu=True, offload=True),
     Entry.of(
@@ -70,20 +74,11 @@ _ENTRIES = [
         details={"blocks": None},
     ),
     Entry.of(BlockMicroBatching, details={"blocks": None}),
-    Entry(
-        "early_release",
-        classic=True,
-        bitwise=True,
-        single_gpu=True,
-        offload=True,
-        offers=(Offer("early release", True),),
-    ),
     # In the order in which they are applied to optimizers.
     Entry.of(
         LowBitOptimizer,
         classic="8bit",
-        single_gpu="8bit",
-        details={"optimizer_kwargs": None, "keep_32bit": (), "force_8bit": ()},
+        single_gpu=ALL_8BIT,
     ),
     Entry.of(
         Offloading,
@@ -92,7 +87,7 @@ _ENTRIES = [
     ),
     Entry.of(LowPrecisionWeights, single_gpu="stochastic", offload="master"),
     Entry.of(OptimizerInBackward, bitwise=True, single_gpu=True),
-]
+)
 
 STACKS = ("off", *_ON)
 """Presets: everything off, the defaults, everything that keeps training bit for bit the same, and
@@ -107,17 +102,15 @@ state, and updates are made in float32."""
 _SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
     {"low_precision_weights": "split"},
     {"optimizer_in_backward": True},
-    {"optimizer": "8bit", "force_8bit": ("*",)},
+    {"optimizer": ALL_8BIT},
 )
 """What makes that smaller, one after the other, from fast to small."""
 FINAL = ("optimizer_in_backward",)  # not beside clipping of norms
-_ALWAYS = ("micro_batch_size", "eval_micro_batch_size")
-_DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
 
 def entries() -> tuple[Entry, ...]:
     """Return all entries, in order of application; they are undone in reverse."""
-    return tuple(_ENTRIES)
+    return _ENTRIES
 
 
 def techniques() -> tuple[type[Technique[Any]], ...]:
@@ -125,20 +118,31 @@ def techniques() -> tuple[type[Technique[Any]], ...]:
     return tuple(entry.technique for entry in _ENTRIES if entry.technique is not None)
 
 
-@contextlib.contextmanager
-def registered(entry: Entry) -> Iterator[None]:
-    """Register one more technique, as the last one, inside the context."""
-    _ENTRIES.append(entry)
-    try:
-        yield
-    finally:
-        _ENTRIES.remove(entry)
+def frees_early(arguments: Mapping[str, Any]) -> bool:
+    """Say whether tensors are freed early: always, unless `stack="off"` is all that was written."""
+    names = [*(entry.argument for entry in _ENTRIES), "accumulate_grad_batches"]
+    values = [arguments[name] for name in names]
+    is_on = any(value is not None and value is not False for value in values)
+    return arguments["stack"] != "off" or is_on
 
 
 def values_of(stack: str) -> dict[str, Any]:
     """Return the arguments that a stack sets, by name."""
-    values = {e.argument: None if stack == "off" else getattr(e, stack) for e in _ENTRIES}
-    return {**values, **_DETAILS.get(stack, {})}
+    return {e.argument: None if stack == "off" else getattr(e, stack) for e in _ENTRIES}
+
+
+_GONE = ("early_release", "eval_micro_batch_size", "force_8bit", "keep_32bit", "optimizer_kwargs")
+
+
+def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the settings of a plan in a checkpoint, also those of earlier versions."""
+    found = {name: value for name, value in settings.items() if name not in _GONE}
+    optimizer, patterns = settings.get("optimizer"), settings.get("force_8bit")
+    if isinstance(optimizer, Mapping):
+        found["optimizer"] = LowBitOptimizer(**optimizer["init_args"])
+    elif optimizer and patterns:  # before they were settings of `LowBitOptimizer`
+        found["optimizer"] = LowBitOptimizer(optimizer, force_8bit=tuple(patterns))
+    return found
 
 
 def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -167,11 +171,8 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     """Replace ``"auto"`` by the values of a plan."""
     open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
     values = {name: settings.get(name) for name in open_arguments}
-    values |= {name: "auto" for name in _ALWAYS if name in values}
+    values |= {name: "auto" for name in (MicroBatching.argument,) if name in values}
     values |= unused_details({**arguments, **values}, open_arguments)
-    # Planned beside an 8-bit optimizer.
-    if values.get("optimizer") is not None and not arguments["force_8bit"]:
-        values["force_8bit"] = settings.get("force_8bit") or ()
     # What is on in a plan is applied or refused: without it the plan would not hold.
     left_out = tuple(name for name, value in values.items() if value in (None, "auto"))
     return {**arguments, **values, "from_stack": left_out}
@@ -186,8 +187,6 @@ def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     exactness = {e.argument: e.exactness for e in _ENTRIES}
 
     def may_set(name: str, value: Any) -> bool:
-        if name == "force_8bit":
-            return stack == "offload" and not arguments[name]
         if name == "offload":
             return bool(arguments[name] == "auto")
         if name == "optimizer" and "embeddings" in str(arguments["offload"]):
@@ -219,10 +218,9 @@ def with_stack(
         instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
         missing |= instead | dict.fromkeys((n for n in FINAL if n in missing), None)
     missing |= form or {}
-    # The stack's `force_8bit` applies to every 8-bit optimizer chosen by name, unless the user set
-    # it; a `LowBitOptimizer` object has its own.
-    optimizer = missing.get("optimizer", arguments["optimizer"])
-    is_8bit = isinstance(optimizer, str) and "8bit" in optimizer
-    if is_8bit and "force_8bit" in values and not arguments["force_8bit"]:
-        missing["force_8bit"] = values["force_8bit"]
+    # A name written beside it keeps the state of embeddings in 8 bits, as the stack does.
+    own = arguments["optimizer"]
+    is_8bit = isinstance(own, str) and "8bit" in own and not problems_of_name(own)
+    if is_8bit and values["optimizer"] == ALL_8BIT:
+        arguments = {**arguments, "optimizer": replace(ALL_8BIT, optimizer=own)}
     return {**arguments, **missing, "from_stack": tuple(missing)}

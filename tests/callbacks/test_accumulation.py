@@ -19,7 +19,7 @@ def only_accumulate(num_batches: int) -> MemSaveCallback:
         optimizer=None,
         precision=None,
         accumulate_grad_batches=num_batches,
-        monitor=False,
+        predict=False,
         report=False,
     )
 
@@ -175,7 +175,7 @@ def test_manual_optimization_is_refused():
 
 
 def test_the_trainers_own_value_is_kept_with_a_notice():
-    callback = MemSaveCallback(monitor=False)
+    callback = MemSaveCallback()
     fit(make_lit(), callback, accumulate_grad_batches=4)
     row = next(row for row in callback.rows if row.name == "accumulate_grad_batches")
     assert (row.value, row.status) == ("4", "unchanged")
@@ -196,7 +196,7 @@ class TestOpenWindow:
                     trainer.save_checkpoint(path / "first.ckpt")
                     trainer.save_checkpoint(path / "second.ckpt")
 
-        callback = MemSaveCallback(None, optimizer=None, monitor=False, report=False)
+        callback = MemSaveCallback(None, optimizer=None, predict=False, report=False)
         trainer = make_trainer(package, callback, Saving(), limit_train_batches=5, **settings)
         trainer.fit(make_lit(package))
         trainer.save_checkpoint(path / "end.ckpt")
@@ -266,7 +266,7 @@ def trained_by_hand(lit: Tagger, batches: list[Any], window: int) -> list[Tensor
 def trained(lit: Any, batches: list[Any], **settings: Any) -> tuple[list[Tensor], MemSaveCallback]:
     callback = MemSaveCallback(
         **{"stack": "off", "micro_batch_size": MicroBatching("auto"), **settings},
-        monitor=False,
+        predict=False,
         report=False,
     )
     trainer = make_trainer(pl, callback, max_epochs=1)

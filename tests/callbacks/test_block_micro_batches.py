@@ -15,7 +15,7 @@ from tests.callbacks.test_offload import peak_of, silent_lit
 
 
 def only(**settings: Any) -> MemSaveCallback:
-    quiet: dict[str, Any] = {"monitor": False, "predict": False, "report": False}
+    quiet: dict[str, Any] = {"predict": False, "report": False}
     given: dict[str, Any] = {
         "stack": "off",
         "block_micro_batch_size": 1,
@@ -43,7 +43,6 @@ def test_is_predicted_to_the_byte(offload, kind, precision):
     callback = only(
         offload=Offloading(offload, min_bytes=1) if offload else None,
         activation_checkpointing=kind,
-        monitor=True,
         predict=60,
     )
     fit(silent_lit("dropout"), callback, precision=precision)
@@ -53,7 +52,7 @@ def test_is_predicted_to_the_byte(offload, kind, precision):
 
 def test_prediction_beside_micro_batches():
     """Micro-batches of the model, each of which passes blocks in parts."""
-    callback = only(micro_batch_size=2, offload="parameters", monitor=True, predict=60)
+    callback = only(micro_batch_size=2, offload="parameters", predict=60)
     fit(silent_lit("dropout"), callback)
     assert callback.prediction is not None
     assert callback.prediction.peak_bytes == peak_of(callback)

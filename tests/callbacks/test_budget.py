@@ -62,7 +62,7 @@ def no_failures_left():
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[float], dict[str, Tensor], int]:
-    callback = MemSaveCallback(stack="off", early_release=True)
+    callback = MemSaveCallback(stack="off", precision="32-true")
     losses, state, _ = fit(encoder(), callback)
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
@@ -249,7 +249,7 @@ def lit_of(model: type[nn.Module], argument: Any, batch_size: int) -> Any:
 
 
 def plain_fit(lit: Any) -> tuple[list[float], int]:
-    callback = MemSaveCallback(stack="off", early_release=True)
+    callback = MemSaveCallback(stack="off", precision="32-true")
     losses, _, _ = fit(lit, callback)
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
@@ -498,7 +498,7 @@ def test_details_of_what_is_planned_may_be_given(plain):
         budget=plain[2] // 2,
         exactness="bitwise",
         blocks="TransformerEncoderLayer",
-        keep_32bit=["*.norm1.*"],
+        host_budget="1GiB",
     )
     losses, state, _ = fit(encoder(), callback)
     assert losses == plain[0]

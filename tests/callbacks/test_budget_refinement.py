@@ -29,7 +29,7 @@ def budget_of(callback: MemSaveCallback) -> BudgetSetting:
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[float], dict[str, Tensor], int]:
-    callback = MemSaveCallback(stack="off", early_release=True)
+    callback = MemSaveCallback(stack="off", precision="32-true")
     losses, state, _ = fit(encoder(), callback, max_epochs=EPOCHS)
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
@@ -165,7 +165,7 @@ def test_measured_times_decide_whether_a_faster_plan_is_worth_a_change(
 ):
     path, plan = small
     assert plan.seconds_by_phase["recomputation"] > 0
-    callback = MemSaveCallback(budget=int(FASTER * plain[2]), exactness="bitwise", monitor=False)
+    callback = MemSaveCallback(budget=int(FASTER * plain[2]), exactness="bitwise")
     watches = Watches(callback)
     slow = Sleeps(phase, seconds)
     trainer = make_trainer(pl, callback, watches, slow, max_epochs=4, **SHORT)

@@ -9,7 +9,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_memsave import (
     ActivationCheckpointing,
-    GPUMemoryMonitor,
     LowBitOptimizer,
     MemSaveCallback,
 )
@@ -65,7 +64,6 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ("micro_batch_size=4", 4),
         ("micro_batch_size=auto", "auto"),
         ("micro_batch_size=null", None),
-        ("eval_micro_batch_size=2", 2),
         ("loss_weight=tokens_shifted", "tokens_shifted"),
         ("split_batch=null", None),
         ("split_batch=lightning_memsave.core.nested.split_samples", split_samples),
@@ -85,8 +83,6 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ("host_budget=null", None),
         ("attention=sdpa", "sdpa"),
         ("attention=null", None),
-        ("early_release=false", False),
-        ("early_release=auto", "auto"),
         ("stack=single_gpu", "single_gpu"),
         ("stack=null", None),
         ("budget=12GiB", "12GiB"),
@@ -97,14 +93,7 @@ def from_flags(*flags: str) -> MemSaveCallback:
         (r"blocks=re:layers\.\d+", r"re:layers\.\d+"),
         (r'blocks=["re:layer[.]x", Block]', ["re:layer[.]x", "Block"]),
         ("blocks=null", None),
-        ('keep_32bit=["*.head.*", "*gate*"]', ["*.head.*", "*gate*"]),
-        ("keep_32bit+=*.head.*", ["*.head.*"]),
-        ('force_8bit=["*.embed.*"]', ["*.embed.*"]),
-        ("tf32=true", True),
-        ("tf32=false", False),
-        ("tf32=null", None),
         ("exactness=bitwise", "bitwise"),
-        ("monitor=false", False),
         ("predict=5.5", 5.5),
         ("report=false", False),
     ],
@@ -115,17 +104,23 @@ def test_flags(flag, value):
     assert (got, type(got)) == (value, type(value))
 
 
-def test_flags_together():
-    callback = from_flags("optimizer=lion_8bit", 'optimizer_kwargs={"betas": [0.9, 0.95]}')
-    assert callback.arguments["optimizer_kwargs"] == {"betas": [0.9, 0.95]}
-    callback = from_flags("optimizer=lion_8bit", "optimizer_kwargs.weight_decay=0.1")
-    assert callback.arguments["optimizer_kwargs"] == {"weight_decay": 0.1}
+def test_settings_of_an_optimizer_are_flags():
+    callback = from_flags(
+        "optimizer=lightning_memsave.LowBitOptimizer",
+        "optimizer.optimizer=lion_8bit",
+        'optimizer.optimizer_kwargs={"betas": [0.9, 0.95]}',
+        'optimizer.keep_32bit=["*.head.*"]',
+    )
+    betas = {"betas": (0.9, 0.95)}
+    assert callback.arguments["optimizer"] == LowBitOptimizer(
+        "lion_8bit", optimizer_kwargs=betas, keep_32bit=("*.head.*",)
+    )
 
 
 def test_every_argument_has_a_flag_here():
     marks: Any = test_flags.pytestmark
     tested = {flag.partition("=")[0].rstrip("+") for flag, _ in marks[0].args[1]}
-    assert tested | {"optimizer_kwargs"} == MemSaveCallback().arguments.keys()
+    assert tested == MemSaveCallback().arguments.keys()
 
 
 def test_flags_of_technique_objects():
@@ -134,14 +129,10 @@ def test_flags_of_technique_objects():
         "activation_checkpointing.which=every:2",
         "optimizer=lightning_memsave.LowBitOptimizer",
         "optimizer.min_8bit_size=64",
-        "monitor=lightning_memsave.GPUMemoryMonitor",
-        "monitor.every_n_steps=7",
     )
     checkpointing = ActivationCheckpointing("every:2")
     assert callback.arguments["activation_checkpointing"] == checkpointing
     assert callback.arguments["optimizer"] == LowBitOptimizer(min_8bit_size=64)
-    assert isinstance(callback.monitor, GPUMemoryMonitor)
-    assert callback.monitor.every_n_steps == 7
 
 
 CONFIGS = {
@@ -151,11 +142,6 @@ CONFIGS = {
         precision: 32
         accumulate_grad_batches: 4
         blocks: ["re:layers[.]x", Block]
-        optimizer_kwargs: {betas: [0.9, 0.95]}
-        keep_32bit: ["*.head.*"]
-        force_8bit: []
-        tf32: false
-        monitor: false
         report: false
 """,
     "other values": r"""
@@ -176,9 +162,6 @@ CONFIGS = {
         optimizer:
           class_path: lightning_memsave.LowBitOptimizer
           init_args: {optimizer: paged_8bit, keep_32bit: ['*.head.*']}
-        monitor:
-          class_path: lightning_memsave.GPUMemoryMonitor
-          init_args: {every_n_steps: 7}
 """,
 }
 
@@ -207,20 +190,13 @@ def test_yaml():
         "low_precision_weights": "auto",
         "offload": "auto",
         "attention": "auto",
-        "early_release": "auto",
         "stack": None,
         "budget": None,
         "blocks": ["re:layers[.]x", "Block"],
-        "optimizer_kwargs": {"betas": [0.9, 0.95]},
-        "keep_32bit": ["*.head.*"],
-        "force_8bit": [],
         "host_budget": None,
         "loss_weight": "auto",
         "split_batch": None,
-        "eval_micro_batch_size": "auto",
-        "tf32": False,
         "exactness": "approximate",
-        "monitor": False,
         "predict": True,
         "report": False,
     }

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_memsave import IncompatibleError, MemSaveCallback
+from lightning_memsave import IncompatibleError, LowBitOptimizer, MemSaveCallback
 from lightning_memsave.techniques.registry import entries
 from tests.callbacks.lit import make_trainer, rows_of
 
@@ -119,8 +119,8 @@ def fit_compiled(
     tokens: Any = torch.randint(96, (12, 16), generator=torch.Generator().manual_seed(0))
     data = DataLoader(tokens, 4)
     seen = Seen()
-    callback = MemSaveCallback(stack="off", **settings, monitor=False, predict=False, report=False)
-    limits = {"limit_val_batches": 1 if "eval_micro_batch_size" in settings else 0}
+    callback = MemSaveCallback(stack="off", **settings, predict=False, report=False)
+    limits = {"limit_val_batches": 1 if "micro_batch_size" in settings else 0}
     trainer = make_trainer(pl, callback, seen, **limits, **trainer_settings)
     lit = compiled_lit(way)
     trainer.fit(lit, data, data)
@@ -152,11 +152,11 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
     "attention": ({"attention": "sdpa"}, saves),
     "chunked_cross_entropy": ({"chunked_cross_entropy": True}, saves),
     "early_release": (
-        {"early_release": True},
+        {"precision": "32-true"},
         lambda ours, plain: plain["had gradients"] and not ours["had gradients"],
     ),
     "optimizer": (
-        {"optimizer": "8bit", "force_8bit": ("*",)},
+        {"optimizer": LowBitOptimizer(force_8bit=("*",))},
         lambda ours, plain: torch.uint8 in ours["state"],
     ),
     "low_precision_weights": (
@@ -168,8 +168,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
         lambda ours, plain: plain["has gradients"] and not ours["has gradients"],
     ),
     "micro_batch_size": ({"micro_batch_size": 2}, lambda ours, plain: ours["samples"] == 2),
-    "eval_micro_batch_size": (
-        {"eval_micro_batch_size": 2},
+    "evaluation": (
+        {"micro_batch_size": 2},
         lambda ours, plain: ours["validation samples"] == 2,
     ),
     "accumulate_grad_batches": (
@@ -227,7 +227,7 @@ def test_works_or_is_refused(name, way):
 @pytest.mark.daily(2)
 def test_a_stack_leaves_out_what_would_be_refused(way):
     torch._dynamo.reset()
-    callback = MemSaveCallback(stack="single_gpu", monitor=False, predict=False, report=False)
+    callback = MemSaveCallback(stack="single_gpu", predict=False, report=False)
     tokens: Any = torch.randint(96, (4, 16))
     data = DataLoader(tokens, 4)
     make_trainer(pl, callback, limit_val_batches=0).fit(compiled_lit(way), data)

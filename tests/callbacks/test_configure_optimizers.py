@@ -549,7 +549,7 @@ def test_a_backbone_unfrozen_later_gets_8bit_state(package):
             return self.head(self.backbone(batch)).square().mean()
 
     backbone = package.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
-    callback = MemSaveCallback(None, optimizer="8bit", predict=False, monitor=False, report=False)
+    callback = MemSaveCallback(None, optimizer="8bit", predict=False, report=False)
     module, data = Finetuned(), torch.randn(16, 64)
     trainer = make_trainer(package, backbone, callback, max_epochs=2)
     trainer.fit(module, DataLoader(data, batch_size=8))  # type: ignore[arg-type]
@@ -568,7 +568,7 @@ def test_a_cuda_library_that_does_not_load_lets_auto_yield(monkeypatch):
     lost = extension.ErrorHandlerMockBNBNativeLibrary("libcudart.so.13: cannot open")
     monkeypatch.setattr(extension, "lib", lost)
     for optimizer in ("auto", "8bit"):
-        callback = MemSaveCallback(optimizer=optimizer, monitor=False)
+        callback = MemSaveCallback(optimizer=optimizer)
         trainer, lit = make_trainer(lightning.pytorch, callback), make_lit()
         trainer.strategy._root_device = torch.device("cuda", 0)  # asked for, not used
         setting = callback._settings.find(OptimizerSetting)

@@ -95,7 +95,7 @@ def seeded(model_class: type[nn.Module]) -> nn.Module:
 def run_bitwise() -> Notes:
     notes = {"plain": train(lit_of(seeded(BatchNormModel)))}
     for which in ("all", "selective", "every:2"):
-        callback = MemSaveCallback(which, exactness="bitwise", monitor=False)
+        callback = MemSaveCallback(which, exactness="bitwise")
         notes[which] = train(lit_of(seeded(BatchNormModel)), callback)
         notes[which]["rows"] = rows_of(callback)
     return notes
@@ -109,7 +109,7 @@ def run_unused_parameters() -> Notes:
     ):
         for way, callbacks in (
             ("plain", []),
-            ("ours", [MemSaveCallback(exactness="bitwise", monitor=False)]),
+            ("ours", [MemSaveCallback(exactness="bitwise")]),
         ):
             lit = lit_of(seeded(TwoHeads if name == "unused" else Model))
             strategy = make_strategy()
@@ -173,7 +173,7 @@ def accumulated(make_loader: Callable[[], Any], window: int) -> list[list[float]
         train_dataloader=lambda self: make_loader(),
     )
     # Without the prediction, whose trial would call the hook too.
-    off: Any = {"optimizer": None, "monitor": False, "predict": False, "report": False}
+    off: Any = {"optimizer": None, "predict": False, "report": False}
     callback = MemSaveCallback(None, accumulate_grad_batches=window, **off)
     # Each rank has its share already; Lightning's own sampler would shuffle.
     train(lit, callback, limit_val_batches=0, use_distributed_sampler=False)
@@ -234,12 +234,12 @@ def run_micro_batches() -> Notes:
 
     notes: Notes = {}
     for name, size in (("plain", None), ("fixed", 3), ("auto", "auto")):
-        callback = MemSaveCallback(optimizer=None, micro_batch_size=size, monitor=False)
+        callback = MemSaveCallback(optimizer=None, micro_batch_size=size)
         lit = make(masked)
         train(lit, callback, use_distributed_sampler=False)
         notes[name] = [p.tolist() for p in lit.parameters()]
         notes[f"{name} rows"] = rows_of(callback)
-    callback = MemSaveCallback(optimizer=None, micro_batch_size="auto", monitor=False)
+    callback = MemSaveCallback(optimizer=None, micro_batch_size="auto")
     train(make(over_the_batch), callback, use_distributed_sampler=False)
     notes["over the batch rows"] = rows_of(callback)
     return notes
@@ -261,7 +261,7 @@ def run_after_the_probe() -> Notes:
         def on_train_batch_start(self, *args: Any) -> None:
             batches.append({"saved": 0, "averaged": 0, "ddp": 0})
 
-    callback = MemSaveCallback(report=False, monitor=False, predict=False)
+    callback = MemSaveCallback(report=False, predict=False)
     with pytest.MonkeyPatch.context() as patch:
         for name, owner, attribute in (
             ("saved", TrainingState, "__init__"),

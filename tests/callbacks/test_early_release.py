@@ -132,27 +132,26 @@ class BackwardPeak(Callback):
         self.live.__exit__(None, None, None)
 
 
-def fit_with(module, early_release, *others):
+def fit_with(module, *others, is_on=True):
     peak = BackwardPeak()
-    off = ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
-    settings: Any = dict.fromkeys(off) | {"early_release": early_release, "monitor": False}
-    callback = MemSaveCallback(**settings, report=False)
+    precision = "32-true" if is_on else None  # what Lightning does by itself
+    callback = MemSaveCallback(stack="off", precision=precision, predict=False, report=False)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = dict.fromkeys(off, False)
     torch.manual_seed(1)
     trainer = Trainer(max_steps=3, accelerator="cpu", callbacks=[callback, peak, *others], **quiet)
     words: Any = torch.randint(2, VOCAB_SIZE, (3 * BATCH_SIZE, NUM_TOKENS))
     trainer.fit(module, DataLoader(words, batch_size=BATCH_SIZE))
-    (row,) = [row for row in callback.rows if row.name == "early_release"]
-    return peak, row
+    return peak, next((row for row in callback.rows if row.name == "early_release"), None)
 
 
 @pytest.mark.parametrize("returned", ["outputs", "detached"])
 def test_callback_frees_old_gradients_and_outputs(returned):
     module, plain = Module(returned), Module(returned)
-    found, row = fit_with(module, True)
-    before, _ = fit_with(plain, None)
+    found, row = fit_with(module)
+    before, no_row = fit_with(plain, is_on=False)
     assert row.status == "on"
+    assert no_row is None
     assert before.forward_bytes == gradient_bytes(module)
     assert found.forward_bytes == 0
     assert before.backward_bytes - found.backward_bytes == pytest.approx(LOGITS_BYTES, abs=64)
@@ -167,7 +166,7 @@ def test_outputs_are_kept_for_who_may_look_at_them():
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             seen.append(sorted(outputs))
 
-    _, row = fit_with(Module("detached"), True, Looks())
+    _, row = fit_with(Module("detached"), Looks())
     assert seen[0] == ["logits", "loss"]
     assert "outputs are kept, as `Looks.on_train_batch_end` may read them" in row.details
 
@@ -183,7 +182,7 @@ def test_a_loop_with_nothing_to_free_is_not_replaced():
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
             optimizer.zero_grad()
 
-    _, row = fit_with(Zeroes(), True, Looks())
+    _, row = fit_with(Zeroes(), Looks())
     assert row.status == "off"
     assert {loop.__module__.split(".")[0] for loop in loops} == {"lightning"}
 
@@ -200,6 +199,6 @@ def test_manual_optimization_is_left_alone():
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
 
-    _, row = fit_with(Manual(), True)
+    _, row = fit_with(Manual())
     assert row.status == "off"
     assert "runs its own steps" in row.details[0]

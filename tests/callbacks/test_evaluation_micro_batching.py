@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import MaskedLMOutput
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, MicroBatching
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
@@ -24,9 +24,10 @@ def package(request):
 
 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
-    off = dict.fromkeys(("activation_checkpointing", "optimizer", "precision", "micro_batch_size"))
-    quiet: dict[str, Any] = {"monitor": False, "report": False}
-    return MemSaveCallback(**({"eval_micro_batch_size": size} | off | quiet | settings))
+    """Micro-batches and nothing else; a number is refused where evaluation cannot be split."""
+    technique = None if size is None else MicroBatching(size, evaluation=True)
+    quiet: dict[str, Any] = {"predict": False, "report": False}
+    return MemSaveCallback(**({"stack": "off", "micro_batch_size": technique} | quiet | settings))
 
 
 def batches() -> DataLoader[Any]:
@@ -131,12 +132,13 @@ def test_predictions(package, size):
 
 def test_within_a_fit_training_is_as_it_was(package):
     lit = evaluating_lit(package)
+    lit.model[1].p = 0.0
     cls = type(lit)
     cls.training_step = lambda self, batch, batch_idx: self.model(batch["x"]).square().mean()
     cls.train_dataloader = lambda self: batches()
     plain = fit(lit, package=package)
     saving = fit(lit, only(3), package=package)
-    assert saving[0] == plain[0]
+    assert saving[0] == pytest.approx(plain[0], rel=1e-6)
     assert saving[2].callback_metrics["accuracy"] == plain[2].callback_metrics["accuracy"]
 
 
@@ -312,11 +314,11 @@ def validate(lit: Any, *callbacks: Any) -> tuple[dict[str, Any], list[Any]]:
 def test_weights_are_proven(name, callback):
     """The guess for a key that is not ``labels`` would be samples, 4 % off."""
     truth, outputs = validate(token_lit(name))
-    bare = MemSaveCallback(report=False, monitor=False, predict=False)
+    bare = MemSaveCallback(report=False, predict=False)
     if callback == "bare":
         with pytest.warns(MemsaveWarning, match="8 samples at once, repeated with 4"):
             found, mine = validate(token_lit(name, largest=4), bare)
-        shown = {row.name: row for row in bare.rows}["eval_micro_batch_size"]
+        shown = {row.name: row for row in bare.rows}["evaluation"]
         assert shown.details == ("in micro-batches of 4 samples, as memory ran out with more",)
         assert shown.exactness == "rounding"
     else:
@@ -332,6 +334,24 @@ def test_what_may_not_be_split_is_not(name):
     assert "smaller batch in that DataLoader" in str(caught.value)
     with pytest.raises(IncompatibleError, match=REFUSED[name]):
         validate(token_lit(name), only(4))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_number_for_training_cannot_split_stays_whole(name):
+    callback = MemSaveCallback(stack="off", micro_batch_size=4, predict=False, report=False)
+    assert validate(token_lit(name), callback)[0] == validate(token_lit(name))[0]
+    shown = {row.name: row for row in callback.rows}["evaluation"]
+    assert "`validation_step` passes whole: " in shown.details[-1]
+
+
+def test_evaluation_false_leaves_it_out():
+    technique = MicroBatching(2, evaluation=False)
+    callback = MemSaveCallback(micro_batch_size=technique, predict=False, report=False)
+    lit = evaluating_lit(PACKAGES["lightning"])
+    make_trainer(PACKAGES["lightning"], callback).validate(lit, verbose=False)
+    assert max(lit.sizes) == 10
+    shown = {row.name: row for row in callback.rows}["evaluation"]
+    assert (shown.status, *shown.details) == ("off", "`evaluation=False` was given")
 
 
 def test_nothing_is_proven_while_memory_is_enough():
@@ -379,9 +399,9 @@ def test_several_processes_are_asked_for_it():
     lit = token_lit("mean_over_tokens")
     problems = callback._settings.apply(trainer, lit, is_fit=False)
     assert problems == []
-    shown = {row.name: row for row in callback.rows}["eval_micro_batch_size"]
+    shown = {row.name: row for row in callback.rows}["evaluation"]
     assert shown.status == "off"
-    assert "MicroBatching(" in shown.details[0]
+    assert "evaluation=True" in shown.details[0]
     callback._settings.undo()
 
 

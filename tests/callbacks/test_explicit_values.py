@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.callbacks.settings import setting as _setting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
@@ -62,7 +62,7 @@ def test_what_finds_nothing_is_refused_before_training(settings, make, message, 
     lit = make()
     lit = late(lit) if is_late and lit.model is not None else lit
     type(lit).training_step = lambda *_: pytest.fail("it trains")
-    callback = MemSaveCallback(monitor=False, **settings)
+    callback = MemSaveCallback(**settings)
     with pytest.raises(IncompatibleError, match=message) as caught:
         make_trainer(pl, callback).fit(lit)
     name = "activation_checkpointing" if "blocks" in message or "layers" in message else ""
@@ -81,7 +81,7 @@ def test_what_is_so_already_is_not_refused():
     lit = make_lit(model="eager_bert")
     lit.model.bert.activation_checkpointing_enable()
     lit.model.bert.config._attn_implementation_internal = "sdpa"
-    callback = MemSaveCallback("all", attention="sdpa", stack="off", monitor=False)
+    callback = MemSaveCallback("all", attention="sdpa", stack="off")
     fit(lit, callback)
     rows = rows_of(callback)
     assert "themselves already" in rows["activation_checkpointing"].details[0]
@@ -90,7 +90,7 @@ def test_what_is_so_already_is_not_refused():
 
 def test_a_bare_callback_warns_of_nothing_that_it_does_not_find(recwarn):
     lit = with_optimizer(lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True))
-    callback = MemSaveCallback(monitor=False)
+    callback = MemSaveCallback()
     fit(lit, callback)
     assert "nesterov" in rows_of(callback)["optimizer"].details[0]
     assert not [w for w in recwarn if issubclass(w.category, MemsaveWarning)]
@@ -105,7 +105,7 @@ class TestSmallestSaving:
         model = nn.Sequential(nn.Linear(64, width), nn.Linear(width, width))
         lit = make_lit(model=model)
         type(lit).training_step = lambda self, batch, i: self.model(batch).square().mean()
-        callback = MemSaveCallback(activation_checkpointing=None, monitor=False, predict=False)
+        callback = MemSaveCallback(activation_checkpointing=None, predict=False)
         fit(lit, callback, limit_train_batches=1, limit_val_batches=0)
         row = rows_of(callback)["optimizer"]
         assert row.status == status
@@ -116,13 +116,13 @@ class TestSmallestSaving:
 
     @pytest.mark.smallest_saving
     def test_a_value_is_set_all_the_same(self):
-        callback = MemSaveCallback(optimizer="8bit", monitor=False)
+        callback = MemSaveCallback(optimizer="8bit")
         fit(make_lit(), callback)
         assert rows_of(callback)["optimizer"].status == "on"
 
     @pytest.mark.smallest_saving
     def test_in_a_stack_for_the_least_memory_small_ones_add_up(self):
-        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        callback = MemSaveCallback(stack="single_gpu")
         fit(make_lit(), callback)
         rows = rows_of(callback)
         assert rows["low_precision_weights"].status == rows["optimizer"].status == "on"
@@ -136,7 +136,7 @@ class TestSmallestSaving:
             def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
                 self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer)
 
-        callback = MemSaveCallback(monitor=False)
+        callback = MemSaveCallback()
         lit = make_lit()
         type(lit).configure_optimizers = lambda self: optim.AdamW(
             parameter for parameter in self.parameters() if parameter.requires_grad
@@ -155,7 +155,7 @@ def package(request):
 
 class TestOneTrainerAtATime:
     def test_the_same_object_twice_is_refused(self, package):
-        callback, lit = MemSaveCallback(monitor=False), make_lit(package)
+        callback, lit = MemSaveCallback(), make_lit(package)
         trainer = make_trainer(package, callback, callback)
         with pytest.raises(IncompatibleError, match=r"the Trainer has it twice.*Make one"):
             trainer.fit(lit)
@@ -163,7 +163,7 @@ class TestOneTrainerAtATime:
         make_trainer(package, callback).fit(lit)  # and can be used as it should be
 
     def test_two_trainers_at_once_are_refused(self, package):
-        callback, other = MemSaveCallback(monitor=False), make_lit(package)
+        callback, other = MemSaveCallback(), make_lit(package)
         refusals: list[str] = []
 
         class Second(package.Callback):  # type: ignore[name-defined, misc]
@@ -181,7 +181,7 @@ class TestOneTrainerAtATime:
 class TestResume:
     def test_lightning_names_the_callback_that_is_missing(self, package, tmp_path):
         path, lit = tmp_path / "last.ckpt", make_lit(package)
-        trainer = make_trainer(package, MemSaveCallback(monitor=False))
+        trainer = make_trainer(package, MemSaveCallback())
         trainer.fit(copy.deepcopy(lit))
         trainer.save_checkpoint(path)
         with (
@@ -189,18 +189,18 @@ class TestResume:
             pytest.raises(KeyError, match="exp_avg"),
         ):
             make_trainer(package, max_epochs=2).fit(copy.deepcopy(lit), ckpt_path=path)
-        make_trainer(package, MemSaveCallback(monitor=False), max_epochs=2).fit(lit, ckpt_path=path)
+        make_trainer(package, MemSaveCallback(), max_epochs=2).fit(lit, ckpt_path=path)
 
     @pytest.mark.parametrize("size", ["many", -3, 2.5, [4]])
     def test_nonsense_in_a_checkpoint_is_ignored(self, package, tmp_path, size):
         path, lit = tmp_path / "last.ckpt", make_lit(package)
-        trainer = make_trainer(package, MemSaveCallback(monitor=False))
+        trainer = make_trainer(package, MemSaveCallback())
         trainer.fit(copy.deepcopy(lit))
         trainer.save_checkpoint(path)
         saved = torch.load(path, weights_only=True)
         saved["callbacks"]["MemSaveCallback"] = {"micro_batch_size": size}
         torch.save(saved, path)
-        callback = MemSaveCallback(monitor=False)
+        callback = MemSaveCallback()
         with pytest.warns(MemsaveWarning, match="is not a number of samples"):
             make_trainer(package, callback, max_epochs=2).fit(lit, ckpt_path=path)
         assert callback._micro_batches.size is None
@@ -226,7 +226,7 @@ def test_the_report_names_the_device_of_the_run(monkeypatch):
 
 def test_wrong_settings_of_a_technique_are_listed_once():
     with pytest.raises(ConfigurationError) as caught:
-        MemSaveCallback(optimizer="lion_8bit", optimizer_kwargs={"beta": 0.9}, keep_32bit=[3])  # type: ignore[list-item]
+        LowBitOptimizer("lion_8bit", optimizer_kwargs={"beta": 0.9}, keep_32bit=(3,))  # type: ignore[arg-type]
     assert str(caught.value).count("cannot be created") == 1
     assert "(2 problems)" in str(caught.value)
 
@@ -242,5 +242,5 @@ def test_the_same_problem_of_many_blocks_is_one_line():
 
     lit = make_lit(model=nn.Sequential(*[Block() for _ in range(14)]))
     with pytest.raises(IncompatibleError, match="and 13 more") as caught:
-        fit(lit, MemSaveCallback("selective", monitor=False))
+        fit(lit, MemSaveCallback("selective"))
     assert len(str(caught.value).splitlines()) == 1

@@ -95,7 +95,7 @@ class TestFullDisk:
     def test_older_reports_of_memory_are_kept_and_the_error_is_seen(self, caplog):
         for path in (TEXT, JSON):
             path.write_text("older")
-        callbacks = MemSaveCallback(report=False, monitor=False), OOMObserver()
+        callbacks = MemSaveCallback(report=False, predict=False), OOMObserver()
         fails = at_step(2, raise_out_of_memory)
         with full_disk(), pytest.raises(torch.OutOfMemoryError) as raised:
             fit(make_lit(), *callbacks, fails)
@@ -150,7 +150,7 @@ def train(*callbacks, ckpt_path=None, **settings):
     """Fit with seeds of each batch, as random states are not in checkpoints."""
     lit = make_lit(model="unrepeated")
     lit.on_train_batch_start = lambda batch, batch_idx: seed_torch(lit.global_step)
-    memsave = MemSaveCallback(report=False, monitor=False)
+    memsave = MemSaveCallback(report=False, predict=False)
     make_trainer(lightning.pytorch, memsave, *callbacks, **settings).fit(lit, ckpt_path=ckpt_path)
     return lit.state_dict()
 

@@ -26,9 +26,9 @@ class Model(nn.Module):
 
 
 def only(**settings: Any) -> MemSaveCallback:
-    off = ("activation_checkpointing", "optimizer", "precision", "early_release")
+    off = ("activation_checkpointing", "optimizer", "precision")
     defaults: dict[str, Any] = dict.fromkeys((*off, "micro_batch_size"))
-    return MemSaveCallback(**(defaults | {"monitor": False, "report": False} | settings))
+    return MemSaveCallback(**(defaults | {"predict": False, "report": False} | settings))
 
 
 def row(callback, name):
@@ -48,11 +48,11 @@ def inner_backward(self, batch, batch_idx):
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"early_release": True},
+    {"precision": "32-true"},
     {"micro_batch_size": "auto"},
     {"micro_batch_size": 4},
     {"optimizer_in_backward": True},
-    {"optimizer_in_backward": True, "micro_batch_size": "auto", "early_release": True},
+    {"optimizer_in_backward": True, "micro_batch_size": "auto"},
 ]
 
 
@@ -139,7 +139,7 @@ def noting(lit, seen):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"early_release": True}, {"micro_batch_size": "auto"}, {"micro_batch_size": 4}]
+    "settings", [{"precision": "32-true"}, {"micro_batch_size": "auto"}, {"micro_batch_size": 4}]
 )
 def test_hooks_before_zeroing_see_old_gradients_after_the_step(settings):
     found = []
@@ -167,12 +167,12 @@ def test_own_zeroing_is_kept():
     type(lit).optimizer_zero_grad = lambda self, epoch, batch_idx, optimizer: (
         None if batch_idx % 2 else optimizer.zero_grad()
     )
-    callback = only(early_release=True, micro_batch_size="auto")
+    callback = only(micro_batch_size="auto")
     assert_same(fit(lit, callback), fit(lit))
 
 
 def test_the_row_says_who_reads_old_gradients():
-    callback = only(early_release=True)
+    callback = only(precision="32-true")
     fit(make_lit(model=Model()), callback, Norms())
     found = row(callback, "early_release")
     assert found.details[0] == (
@@ -189,7 +189,7 @@ def test_a_package_with_a_name_like_lightnings_is_foreign():
 
     hook: Any = Helper.on_train_batch_end
     hook.__module__ = "pytorch_lightning_helpers.mixin"
-    callback = only(early_release=True)
+    callback = only(precision="32-true")
     fit(make_lit(model=Model()), callback, Helper())  # before the Trace of these tests
     outputs = row(callback, "early_release").details[1]
     assert outputs == "outputs are kept, as `Helper.on_train_batch_end` may read them"

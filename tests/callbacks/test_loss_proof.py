@@ -690,7 +690,6 @@ def only(size: Any, **settings: Any) -> MemSaveCallback:
         **{
             **dict.fromkeys((*off, "optimizer_in_backward", "low_precision_weights", "attention")),
             "micro_batch_size": size,
-            "monitor": False,
             "report": False,
             "predict": False,
             **settings,

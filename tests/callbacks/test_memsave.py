@@ -29,7 +29,7 @@ from tests.helpers import snapshot
 
 def exact(**settings: Any) -> MemSaveCallback:
     """Everything that is bitwise: what must not be seen in the numbers."""
-    return MemSaveCallback(exactness="bitwise", monitor=False, **settings)
+    return MemSaveCallback(exactness="bitwise", **settings)
 
 
 def status(callback: MemSaveCallback, name: str) -> str:
@@ -150,7 +150,7 @@ class TestNothingLeftBehind:
         def empty(self: Any) -> None:
             pass
 
-        lit, callback = make_lit(), MemSaveCallback(monitor=False)
+        lit, callback = make_lit(), MemSaveCallback()
         type(lit).configure_model = empty
         make_trainer(PACKAGES["lightning"], callback).fit(lit)
         name = "activation_checkpointing" if hook == "configure_model" else "optimizer"
@@ -182,7 +182,7 @@ class TestNothingLeftBehind:
 
         def run(ckpt_path: Path | None, max_epochs: int) -> tuple[list[float], Any, Any]:
             lit, trace = make_lit(package), Trace(package)
-            callbacks = (MemSaveCallback(monitor=False), Reseed(), trace.callback)
+            callbacks = (MemSaveCallback(), Reseed(), trace.callback)
             trainer = make_trainer(package, *callbacks, max_epochs=max_epochs)
             trainer.fit(lit, ckpt_path=ckpt_path)
             return trace.losses, lit.state_dict(), trainer
@@ -196,7 +196,7 @@ class TestNothingLeftBehind:
 
 class TestNothingSilent:
     def test_table_says_what_is_on_and_why_not(self, capsys):
-        fit(make_lit(), MemSaveCallback(monitor=False))
+        fit(make_lit(), MemSaveCallback())
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "MemSaveCallback:"
         assert "  precision=32-true: unchanged. kept on cpu; set `precision=` to change it" in lines
@@ -211,7 +211,7 @@ class TestNothingSilent:
 
         from lightning_memsave.callbacks import report as _report
 
-        callback = MemSaveCallback(monitor=False)
+        callback = MemSaveCallback()
         fit(make_lit(), callback)
         file = io.StringIO()
         console = Console(file=file, force_terminal=True, width=100)
@@ -237,7 +237,7 @@ class TestNothingSilent:
         lit: Any = make_lit()
         lit.configure_optimizers = lambda: None
         lit.training_step = lambda batch, batch_idx: None
-        callback = MemSaveCallback(None, monitor=False)
+        callback = MemSaveCallback(None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned")
             warnings.filterwarnings("ignore", "`training_step` returned `None`")
@@ -247,7 +247,7 @@ class TestNothingSilent:
 
     def test_report_is_written_beside_the_logs(self, package, tmp_path):
         logger = package.loggers.CSVLogger(tmp_path)
-        callback = MemSaveCallback(tf32=False)
+        callback = MemSaveCallback()
         settings = {"logger": logger, "log_every_n_steps": 1}
         fit(make_lit(package), callback, package=package, **settings)
         report = json.loads((Path(logger.log_dir) / "memsave_report.json").read_text())
@@ -255,10 +255,9 @@ class TestNothingSilent:
         assert report["settings"]["optimizer"] == "auto"
         assert report["settings"]["stack"] is None
         assert report["settings"]["predict"] is True
-        assert report["settings"]["keep_32bit"] == []
         assert {row["name"] for row in report["changes"]} == {
             "micro_batch_size",
-            "eval_micro_batch_size",
+            "evaluation",
             "activation_checkpointing",
             "early_release",
             "optimizer",
@@ -305,12 +304,12 @@ class TestNothingSilent:
         assert list(tmp_path.iterdir()) == []
 
     def test_report_can_be_switched_off(self, capsys):
-        fit(make_lit(), MemSaveCallback(report=False, monitor=False))
+        fit(make_lit(), MemSaveCallback(report=False, predict=False))
         assert capsys.readouterr().out == ""
         assert not Path("memsave_report.json").exists()
 
     def test_a_model_without_blocks_has_a_row_and_no_warning(self, recwarn):
-        callback = MemSaveCallback(monitor=False)
+        callback = MemSaveCallback()
         fit(make_lit(model="unrepeated"), callback)
         assert status(callback, "activation_checkpointing") == "off"
         row = details(callback, "activation_checkpointing")
@@ -319,7 +318,7 @@ class TestNothingSilent:
         assert not [w for w in recwarn if issubclass(w.category, MemsaveWarning)]
 
     def test_a_second_callback_does_nothing_and_says_so(self):
-        second = MemSaveCallback(monitor=False)
+        second = MemSaveCallback()
         with pytest.warns(MemsaveWarning, match="Remove one"):
             result = fit(make_lit(), exact(), second)
         assert second.rows == [] or all(row.status != "on" for row in second.rows)
@@ -334,12 +333,12 @@ class TestNothingSilent:
             return None if name == "bitsandbytes" else real(name)
 
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-        callback = MemSaveCallback(monitor=False)
+        callback = MemSaveCallback()
         _, _, trainer = fit(make_lit(), callback)
         assert type(trainer.optimizers[0]) is torch.optim.AdamW
         assert details(callback, "optimizer").startswith("bitsandbytes is not installed")
         with pytest.raises(IncompatibleError, match="Run `pip install -U 'bitsandbytes>="):
-            fit(make_lit(), MemSaveCallback(optimizer="8bit", monitor=False))
+            fit(make_lit(), MemSaveCallback(optimizer="8bit"))
 
     def test_exactness_limits_what_is_chosen(self):
         callback = exact()
@@ -352,15 +351,14 @@ class TestNothingSilent:
             "MemSaveCallback(activation_checkpointing=2, optimizer=None)"
         )
 
-    def test_repr_leaves_out_defaults_as_a_command_line_writes_them(self):
-        callback = MemSaveCallback(keep_32bit=[], force_8bit=[], blocks=None, tf32=False)
-        assert repr(callback) == "MemSaveCallback(tf32=False)"
+    def test_repr_leaves_out_defaults(self):
+        callback = MemSaveCallback(optimizer="auto", blocks=None)
+        assert repr(callback) == "MemSaveCallback()"
 
     def test_settings_in_the_report_are_what_was_written(self):
-        fit(make_lit(), MemSaveCallback(2, monitor=GPUMemoryMonitor(7, print_summary=False)))
+        fit(make_lit(), MemSaveCallback(ActivationCheckpointing(2)))
         settings = json.loads(Path("memsave_report.json").read_text())["settings"]
-        assert settings["activation_checkpointing"] == 2
-        assert settings["monitor"] == "GPUMemoryMonitor(every_n_steps=7, print_summary=False)"
+        assert settings["activation_checkpointing"] == repr(ActivationCheckpointing(2))
 
 
 class TestStages:
@@ -397,7 +395,7 @@ class TestBesideOthers:
                 super().lr_find(trainer, pl_module)
 
         finder = Finder(num_training_steps=5)
-        callback = MemSaveCallback(monitor=False)
+        callback = MemSaveCallback()
         fit(make_lit(package), finder, callback, package=package)
         assert "torch.optim" not in seen[0][0]
         assert seen[1] is True
@@ -456,7 +454,7 @@ class TestBesideOthers:
         settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
         plain = fit(make_lit(package), package=package, **settings)
         assert_same(plain, fit(make_lit(package), exact(), package=package, **settings))
-        fit(make_lit(package), MemSaveCallback(monitor=False), package=package, **settings)
+        fit(make_lit(package), MemSaveCallback(), package=package, **settings)
 
     def test_manual_optimization(self, package):
         lit = make_lit(package)
@@ -472,7 +470,7 @@ class TestBesideOthers:
 
         type(lit).training_step = training_step
         assert_same(fit(lit, package=package), fit(lit, exact(), package=package))
-        callback = MemSaveCallback(monitor=False)
+        callback = MemSaveCallback()
         fit(lit, callback, package=package)
         assert status(callback, "optimizer") == "on"
 
@@ -515,7 +513,6 @@ class TestBesideOthers:
         callback = MemSaveCallback(
             ActivationCheckpointing(2, blocks="Block"),
             optimizer=LowBitOptimizer("8bit", keep_32bit=("*head*",)),
-            monitor=False,
         )
         fit(make_lit(), callback)
         assert "2 of 4 blocks" in details(callback, "activation_checkpointing")

@@ -48,7 +48,7 @@ def only(size: Any, **settings: Any) -> MemSaveCallback:
         "precision": None,
     }
     return MemSaveCallback(
-        **(defaults | {"micro_batch_size": size, "monitor": False, "report": False} | settings)
+        **(defaults | {"micro_batch_size": size, "predict": False, "report": False} | settings)
     )
 
 
@@ -966,7 +966,6 @@ class TestRefused:
             ({"micro_batch_size": MicroBatching}, "MicroBatching()"),
             ({"loss_weight": "words"}, "loss_weight='words'"),
             ({"split_batch": 3}, "split_batch=3"),
-            ({"eval_micro_batch_size": 0}, "eval_micro_batch_size=0"),
             ({"micro_batch_size": 2, "exactness": "bitwise"}, "rounding"),
         ],
     )
@@ -975,7 +974,7 @@ class TestRefused:
             MemSaveCallback(**arguments)
 
     def test_exactness_bitwise_switches_the_default_off(self):
-        callback = MemSaveCallback(exactness="bitwise", monitor=False, report=False)
+        callback = MemSaveCallback(exactness="bitwise", predict=False, report=False)
         fit(make_lit(), callback)
         assert row(callback).status == "off"
 

@@ -39,7 +39,7 @@ LIGHTNING = PACKAGES["lightning"]
 
 def only(**settings: Any) -> MemSaveCallback:
     """Offloading and nothing else."""
-    quiet: dict[str, Any] = {"monitor": False, "predict": False, "report": False}
+    quiet: dict[str, Any] = {"predict": False, "report": False}
     return MemSaveCallback(**({"stack": "off", "offload": "optimizer"} | quiet | settings))
 
 
@@ -79,7 +79,6 @@ class TestBitwise:
         callback = only(
             activation_checkpointing="all",
             micro_batch_size=MicroBatching("auto"),
-            early_release=True,
         )
         assert_same(fit(lit), fit(lit, callback))
 
@@ -180,7 +179,7 @@ class TestBitwise:
 
     def test_8bit_state_is_on_the_host_too(self):
         lit = make_lit()
-        quiet: dict[str, Any] = {"monitor": False, "predict": False, "report": False}
+        quiet: dict[str, Any] = {"predict": False, "report": False}
         plain = fit(lit, MemSaveCallback(stack="off", optimizer="8bit", **quiet))
         saving = fit(lit, only(optimizer="8bit"))
         assert_same(plain, saving)
@@ -402,7 +401,7 @@ class TestMemory:
     @pytest.mark.daily(2)
     def test_is_predicted_to_the_byte(self, settings):
         lit = silent_lit("tied")
-        how: dict[str, Any] = {"monitor": True, "micro_batch_size": MicroBatching("auto")}
+        how: dict[str, Any] = {"micro_batch_size": MicroBatching("auto")}
         callback, plain = only(predict=60, **how), only(offload=None, **how)
         for each in (callback, plain):
             fit(lit, each, **SETTINGS[settings])
@@ -440,10 +439,8 @@ class TestMemory:
 
         lit.__class__ = Fused
         callback = only(
-            monitor=True,
             predict=60,
-            optimizer=optimizer,
-            force_8bit=("*",) if optimizer else (),
+            optimizer=optimizer and LowBitOptimizer(force_8bit=("*",)),
             low_precision_weights=low,
             precision=low and "bf16-mixed",
             optimizer_in_backward=True,
@@ -487,7 +484,6 @@ class TestMemory:
         callback = only(
             offload=Offloading(what, min_bytes=1),
             activation_checkpointing="all",
-            monitor=True,
             predict=60,
         )
         fit(lit, callback)
@@ -690,7 +686,6 @@ def test_state_of_tables_is_on_the_host():
         offload=Offloading("parameters+embeddings", min_table_bytes=2**12),
         chunked_cross_entropy=ChunkedCrossEntropy(heads="model.head"),
         micro_batch_size=2,
-        monitor=True,
     )
     lit = make_lit(model="tied")
 
@@ -816,7 +811,7 @@ class TestStack:
         lit = silent_lit("classifier")
         lit.model = Tied()
         callback = MemSaveCallback(
-            stack="offload", chunked_cross_entropy=None, predict=False, report=False, monitor=False
+            stack="offload", chunked_cross_entropy=None, predict=False, report=False
         )
         fit(lit, callback, max_steps=1)
         row = rows_of(callback)["offload"]

@@ -237,7 +237,7 @@ class TestWithMemSaveCallback:
     @staticmethod
     def suite():
         return MemSaveCallback(
-            activation_checkpointing=None, optimizer=None, monitor=False, report=False
+            activation_checkpointing=None, optimizer=None, predict=False, report=False
         )
 
     def test_writes_when_nothing_smaller_is_left(self, package):
@@ -472,7 +472,7 @@ class TestWhatIsKept:
         found = self.check(package, lit, owner, stage=stage)
         assert found["diagnosis"]["kept"]["count"] >= 2
         advice = " ".join(found["diagnosis"]["advice"])
-        assert "eval_micro_batch_size" in advice
+        assert 'MemSaveCallback(micro_batch_size="auto")' in advice
         for word in ("recompute", "8 bits", "8bit", "accumulate", "activation_checkpointing"):
             assert word not in advice
         assert len([one for one in found["alive"]["largest"] if one["name"] == owner]) == 1
@@ -523,18 +523,18 @@ class TestWhatIsKept:
     def test_is_said_where_a_batch_has_been_repeated(self, package):
         """Also by the note of an error that lists the attempts."""
         lit, owner = outputs_kept(package)
-        suite = MemSaveCallback(monitor=False, report=False, predict=False)
+        suite = MemSaveCallback(report=False, predict=False)
         trainer = make_trainer(package, suite)
         with pytest.raises(MemoryExhaustedError) as raised:
             trainer.validate(lit)
         (note,) = raised.value.__notes__
         assert f"`{owner}` keeps " in note.splitlines()[0]
-        assert "eval_micro_batch_size" not in note
+        assert 'micro_batch_size="auto"' not in note
 
 
 class TestAdviceOfTheTable:
     def notes(self, package, lit, **settings):
-        suite = MemSaveCallback(monitor=False, report=False, predict=False, **settings)
+        suite = MemSaveCallback(report=False, predict=False, **settings)
         trainer = make_trainer(package, suite, num_sanity_val_steps=0)
         with pytest.raises(torch.OutOfMemoryError) as raised:
             trainer.fit(lit)
@@ -577,7 +577,7 @@ class TestAdviceOfTheTable:
     @pytest.mark.predicts
     def test_predictions_leave_out_what_is_refused(self, package):
         lit = self.lists_of_boxes(package)
-        suite = MemSaveCallback(monitor=False, report=False, predict=False)
+        suite = MemSaveCallback(report=False, predict=False)
         fit_until_out_of_memory(package, lit, suite, OOMObserver())
         sections = json.loads(JSON.read_text())["sections"]
         remedies = sections.get("What would have helped", {})

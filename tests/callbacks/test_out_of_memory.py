@@ -56,7 +56,7 @@ def storage_of(value: Any) -> int:
 
 
 def everything(**settings: Any) -> MemSaveCallback:
-    defaults = {"micro_batch_size": None, "monitor": False}
+    defaults = {"micro_batch_size": None}
     return MemSaveCallback(stack="single_gpu", **(defaults | settings))
 
 
@@ -141,10 +141,10 @@ class TestAdvice:
     def test_follows_the_message_of_a_fit(self, package, hook):
         lit = make_lit(package)
         setattr(type(lit), hook, fail)
-        callback = MemSaveCallback(micro_batch_size=None, eval_micro_batch_size=None, monitor=False)
+        callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, callback, num_sanity_val_steps=0)
         is_in_validation = "validation" in hook
-        self.check(error, *(["eval_micro_batch_size"] if is_in_validation else []))
+        self.check(error, *(["micro_batch_size"] if is_in_validation else []))
 
     @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
     @pytest.mark.parametrize("hook", ["step", "epoch_end", "transfer_batch_to_device"])
@@ -152,9 +152,9 @@ class TestAdvice:
         lit, kind = make_lit(package), {"validate": "validation"}.get(stage, stage)
         names = {"step": f"{kind}_step", "epoch_end": f"on_{kind}_epoch_end"}
         setattr(type(lit), names.get(hook, hook), fail)
-        callback = MemSaveCallback(eval_micro_batch_size=None, monitor=False)
+        callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, callback, stage=stage)
-        self.check(error, 'MemSaveCallback(eval_micro_batch_size="auto")')
+        self.check(error, 'MemSaveCallback(micro_batch_size="auto")')
 
     def test_follows_an_error_of_the_user_that_memory_caused(self, package):
         class LayerError(Exception):
@@ -168,7 +168,7 @@ class TestAdvice:
 
         lit = make_lit(package)
         type(lit).training_step = training_step
-        trainer = make_trainer(package, MemSaveCallback(micro_batch_size=2, monitor=False))
+        trainer = make_trainer(package, MemSaveCallback(micro_batch_size=2))
         with pytest.raises(LayerError) as raised:
             trainer.fit(lit)
         assert "What to do:" in raised.value.__notes__[0]
@@ -182,7 +182,7 @@ class TestAdvice:
     def test_is_given_once(self, package):
         lit = make_lit(package)
         type(lit).training_step = fail
-        callback = MemSaveCallback(micro_batch_size=None, monitor=False)
+        callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, OOMObserver(predict=False), callback)
         assert len(error.__notes__) == 1
 
@@ -190,7 +190,7 @@ class TestAdvice:
         """Also not where a fit is tried again after memory has run out."""
         lit = make_lit(package)
         type(lit).training_step = lambda self, batch, batch_idx: batch @ batch
-        trainer = make_trainer(package, MemSaveCallback(monitor=False), OOMObserver())
+        trainer = make_trainer(package, MemSaveCallback(), OOMObserver())
         try:
             fail()
         except torch.OutOfMemoryError:
@@ -209,10 +209,10 @@ class TestAdvice:
             optimizer.step(closure)
 
         type(lit).optimizer_step = optimizer_step
-        error = raised_in(package, lit, MemSaveCallback(optimizer=None, monitor=False))
+        error = raised_in(package, lit, MemSaveCallback(optimizer=None))
         assert not isinstance(error, MemoryExhaustedError)
 
 
 def test_an_evaluation_that_ends_well_writes_no_report(package):
-    make_trainer(package, MemSaveCallback(monitor=False)).validate(make_lit(package), verbose=False)
+    make_trainer(package, MemSaveCallback()).validate(make_lit(package), verbose=False)
     assert not REPORT.exists()

@@ -16,7 +16,7 @@ from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_train
 
 
 def only_precision(precision: Any) -> MemSaveCallback:
-    return MemSaveCallback(None, optimizer=None, precision=precision, monitor=False, report=False)
+    return MemSaveCallback(None, optimizer=None, precision=precision, predict=False, report=False)
 
 
 @pytest.fixture(params=PACKAGES)
@@ -206,7 +206,7 @@ class TestAutoOnCuda:
         assert chosen is None
         assert f"`{type(lit.model).__name__}` overflow in float16" in reason
         assert "16-mixed" not in reason
-        stack = MemSaveCallback(stack="single_gpu", monitor=False)._settings.find(PrecisionSetting)
+        stack = MemSaveCallback(stack="single_gpu")._settings.find(PrecisionSetting)
         assert "16-mixed" not in stack.check(trainer, lit)[0].why
         asked = PrecisionSetting("16-true")  # mixed is not for CPUs, which Lightning sees here
         asked.apply(trainer, lit)
@@ -215,7 +215,7 @@ class TestAutoOnCuda:
     @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
     def test_a_stack_yields_without_it(self, capability):
         trainer, lit = make_trainer(), make_lit()
-        settings = MemSaveCallback(stack="single_gpu", monitor=False)._settings
+        settings = MemSaveCallback(stack="single_gpu")._settings
         precision, weights = (
             settings.find(PrecisionSetting),
             settings.find(LowPrecisionWeightsSetting),
@@ -300,47 +300,41 @@ class TestPredictionForOldGPUs:
         assert "precision" not in self.predict("T4", chosen, stack="single_gpu").ineffective
 
 
-def test_tf32_is_set_and_put_back():
-    seen: list[tuple[str, bool]] = []
-    lit = make_lit()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if torch.is_grad_enabled():  # not in the proof of what the loss is the mean over
-            seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-        return self.model(batch)
-
-    type(lit).training_step = training_step
-    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-    callback = MemSaveCallback(None, optimizer=None, tf32=True, monitor=False, report=False)
-    fit(lit, callback)
-    assert set(seen) == {("high", True)}
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
-    row = next(row for row in callback.rows if row.name == "tf32")
-    assert row.details == ("it has an effect on CUDA only",)
-
-
-def test_tf32_beside_torchs_new_setting():
-    """Which makes torch raise where the old one is read: issue 12, cuda.md A 15."""
+@pytest.mark.parametrize("is_new", [False, True])
+def test_tf32_of_torch_is_off_in_the_proof_only(is_new):
+    """Torch raises where the old names are read beside the new ones: issue 12, cuda.md A 15."""
     cudnn: Any = torch.backends.cudnn
     new = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    seen: list[list[str]] = []
+    seen: dict[bool, list[list[str]]] = {True: [], False: []}
     lit = make_lit()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        seen.append([backend.fp32_precision for backend in new])
+        seen[torch.is_grad_enabled()].append([backend.fp32_precision for backend in new])
         return self.model(batch)
 
     type(lit).training_step = training_step
     before = [backend.fp32_precision for backend in new]
-    new[0].fp32_precision = new[1].fp32_precision = "ieee"
+    old = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     try:
-        fit(lit, MemSaveCallback(stack="off", tf32=True, monitor=False, report=False))
+        if is_new:
+            new[0].fp32_precision = new[1].fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        during = [backend.fp32_precision for backend in new]
+        fit(lit, MemSaveCallback(None, optimizer=None, predict=False, report=False))
         after = [backend.fp32_precision for backend in new]
     finally:
+        if not is_new:
+            torch.set_float32_matmul_precision(old[0])
+            cudnn.allow_tf32 = old[1]
         for backend, precision in zip(new, before, strict=True):
             backend.fp32_precision = precision
-    assert seen[0] == ["tf32", "tf32", "tf32"]
-    assert after == ["ieee", "ieee", before[2]]
+    assert during[0] == "tf32"
+    assert after == during
+    assert seen[True]
+    assert all(precisions == during for precisions in seen[True])
+    assert seen[False]
+    assert all("tf32" not in precisions for precisions in seen[False])
 
 
 def test_host_says_which_private_names_are_missing():

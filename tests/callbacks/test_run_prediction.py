@@ -309,7 +309,7 @@ class TestTrainingIsTheSame:
             off: dict[str, Any] = (
                 {} if bare else {"activation_checkpointing": None, "optimizer": None}
             )
-            callback = MemSaveCallback(predict=predict, monitor=False, **off)
+            callback = MemSaveCallback(predict=predict, **off)
             trainer = make_trainer(package, callback, max_epochs=2, log_every_n_steps=1)
             trainer.fit(lit)
             assert (callback.prediction is not None) == predict, callback._prediction.note
@@ -440,7 +440,7 @@ class TestNoTrace:
             lit = lit_with(package, training_step=training_step)
             with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                callback = MemSaveCallback(predict=predict, monitor=False)
+                callback = MemSaveCallback(predict=predict)
                 fit(lit, callback, package)
             assert (callback.prediction is not None) == predict, callback._prediction.note
             return (
@@ -506,7 +506,7 @@ class TestNoTrace:
             Counter.num_calls = 0
             # The proof of the loss may need no more memory than was predicted, and measures it.
             off: dict[str, Any] = {"optimizer": None, "micro_batch_size": None}
-            callback = MemSaveCallback(predict=predict, monitor=False, **off)
+            callback = MemSaveCallback(predict=predict, **off)
             with Counter():
                 fit(make_lit(), callback, max_steps=2)
             assert (callback.prediction is not None) == predict, callback._prediction.note
@@ -531,7 +531,7 @@ def test_is_asked_for_with_the_first_batch_only(monkeypatch):
         return original(self)
 
     monkeypatch.setattr(MemSaveCallback, "effective_arguments", counted)
-    callback = MemSaveCallback(monitor=False, report=False)
+    callback = MemSaveCallback(predict=False, report=False)
     fit(make_lit(), callback)
     assert asked == [callback]
 
@@ -674,7 +674,7 @@ class TestSummary:
 
     def test_a_monitor_forgets_the_prediction_of_the_fit_before(self, capsys):
         monitor = GPUMemoryMonitor()
-        fit(make_lit(), callback := MemSaveCallback(optimizer=None, monitor=monitor))
+        fit(make_lit(), callback := MemSaveCallback(optimizer=None), monitor)
         assert monitor.summary.prediction is callback.prediction is not None
         capsys.readouterr()
         fit(make_lit(), monitor)
@@ -682,7 +682,7 @@ class TestSummary:
         assert "predicted" not in capsys.readouterr().out
 
     def test_without_a_monitor_the_report_has_the_prediction(self):
-        fit(make_lit(), MemSaveCallback(optimizer=None, monitor=False))
+        fit(make_lit(), MemSaveCallback(optimizer=None))
         measured, predicted = measured_and_predicted()
         assert measured is None
         assert predicted["peak_bytes"] > 0
@@ -771,10 +771,10 @@ def test_what_gave_way_in_this_run_is_off_in_the_prediction():
     assert found["precision"] is None
     assert effective_settings(arguments, rows, None)["micro_batch_size"] == "auto"
     assert effective_settings(arguments, [], 4)["micro_batch_size"] is None
-    belonging = arguments | {"blocks": "Block", "force_8bit": ["*"]}
+    belonging = arguments | {"blocks": "Block", "host_budget": "1GiB"}
     assert effective_settings(belonging, rows, None)["blocks"] is None
-    assert effective_settings(belonging, rows, None)["force_8bit"] == ["*"]
-    assert effective_settings(belonging, [], None)["force_8bit"] == ()
+    assert effective_settings(belonging, rows, None)["blocks"] == "Block"
+    assert effective_settings(belonging, [], None)["host_budget"] is None
 
 
 class LoadedInWorkers(Dataset[Tensor]):
@@ -808,7 +808,7 @@ def test_the_next_batches_load_meanwhile(package, monkeypatch):
         return predict(step)
 
     monkeypatch.setattr(run_prediction, "predict", predict_when_loaded)
-    callback = MemSaveCallback(monitor=False, report=False)
+    callback = MemSaveCallback(predict=False, report=False)
     trainer = make_trainer(package, callback, limit_val_batches=0, limit_train_batches=2)
     trainer.fit(lit)
     assert callback.prediction is not None

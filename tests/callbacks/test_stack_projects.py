@@ -300,7 +300,7 @@ PROJECTS = {
 @pytest.mark.daily(2)
 def test_no_project_is_refused(name, stack):
     project = PROJECTS[name]
-    callback = MemSaveCallback(stack=stack, monitor=False)
+    callback = MemSaveCallback(stack=stack)
     lit = project.make()
     settings = {"max_epochs": 1, **project.trainer()}
     trainer = make_trainer(pl, callback, *project.callbacks(), **settings)
@@ -341,7 +341,7 @@ def test_several_processes_are_not_refused(strategy, stack):
         trainer.strategy.__class__ = pl.strategies.FSDPStrategy
         trainer.strategy._precision_plugin = trainer.strategy.mixed_precision = None
     lit = make_lit()
-    settings = MemSaveCallback(stack=stack, monitor=False)._settings
+    settings = MemSaveCallback(stack=stack)._settings
     found = {s.name: s.check(trainer, lit) for s in settings._settings}
     asked = [s.name for s in settings._settings if s.is_asked and found[s.name]]
     assert asked == []

@@ -16,9 +16,6 @@ from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecis
 from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import STACKS
@@ -31,9 +28,9 @@ from tests.helpers import snapshot
 def only(**settings: Any) -> MemSaveCallback:
     """These settings and nothing else."""
     off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size", "early_release")
+        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
     )
-    return MemSaveCallback(**(off | {"monitor": False} | settings))
+    return MemSaveCallback(**(off | {} | settings))
 
 
 @pytest.fixture(params=PACKAGES)
@@ -49,7 +46,7 @@ def plain_fit(name: str) -> Any:
 class TestStacks:
     def test_bitwise_is_bitwise(self, package):
         lit = make_lit(package)
-        callback = MemSaveCallback(stack="bitwise", monitor=False)
+        callback = MemSaveCallback(stack="bitwise")
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         rows = rows_of(callback)
         assert {row.exactness for row in rows.values()} == {"", "bitwise"}
@@ -58,7 +55,7 @@ class TestStacks:
 
     def test_single_gpu_learns_the_same(self, package):
         lit = make_lit(package, "classifier")
-        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        callback = MemSaveCallback(stack="single_gpu")
         plain, *_ = fit(lit, package=package, max_epochs=3)
         losses, state, _ = fit(lit, callback, package=package, max_epochs=3)
         assert losses[0] == pytest.approx(plain[0], rel=1e-2)
@@ -84,7 +81,7 @@ class TestStacks:
         ],
     )
     def test_trains_as_exactly_as_declared(self, name, stack):
-        callback = MemSaveCallback(stack=stack, monitor=False, predict=False)
+        callback = MemSaveCallback(stack=stack, predict=False)
         plain = plain_fit(name)
         ours = fit(make_lit(model=name), callback, max_epochs=3)
         if stack == "bitwise":
@@ -95,7 +92,7 @@ class TestStacks:
 
     @pytest.mark.parametrize("optimizer", ["auto", "8bit", "paged_8bit"])
     def test_embeddings_have_8_bits_with_every_8bit_optimizer(self, optimizer):
-        callback = MemSaveCallback(stack="single_gpu", optimizer=optimizer, monitor=False)
+        callback = MemSaveCallback(stack="single_gpu", optimizer=optimizer)
         fit(make_lit(model="classifier"), callback)
         assert "embedding" not in str(rows_of(callback)["optimizer"].details)
 
@@ -114,7 +111,7 @@ class TestStacks:
         assert report["settings"]["stack"] == "classic"
 
     def test_bare_callback_says_what_it_leaves_off(self):
-        lit, callback = make_lit(), MemSaveCallback(monitor=False)
+        lit, callback = make_lit(), MemSaveCallback()
         fit(lit, callback)
         row = rows_of(callback)["stack"]
         assert row.status == "unchanged"
@@ -136,18 +133,18 @@ class TestStacks:
         assert rows[0] == rows[1]
 
     def test_of_nothing_a_stack_says_that_it_was_asked_for(self):
-        callback = MemSaveCallback(stack="bitwise", monitor=False)
+        callback = MemSaveCallback(stack="bitwise")
         fit(make_lit(), callback)
         assert "asked for" not in str(callback.rows)
         off = rows_of(callback)["stack"].details[1]
         assert off.startswith("off in this stack: precision, attention, chunked_cross_entropy, ")
 
     def test_off_leaves_all_but_what_is_named(self, package):
-        lit, callback = make_lit(package), MemSaveCallback(stack="off", monitor=False)
+        lit, callback = make_lit(package), MemSaveCallback(stack="off")
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         assert {row.status for row in callback.rows} == {"unchanged"}
         assert '`micro_batch_size=MicroBatching("auto")`' in rows_of(callback)["stack"].details[1]
-        callback = MemSaveCallback(stack="off", activation_checkpointing="all", monitor=False)
+        callback = MemSaveCallback(stack="off", activation_checkpointing="all")
         fit(lit, callback, package=package)
         assert [row.name for row in callback.rows if row.status == "on"] == [
             "activation_checkpointing"
@@ -156,7 +153,7 @@ class TestStacks:
     @pytest.mark.parametrize("limit", ["bitwise", "rounding"])
     def test_parts_beyond_the_limit_yield(self, limit):
         lit = make_lit(model="classifier")
-        callback = MemSaveCallback(stack="single_gpu", exactness=limit, monitor=False)
+        callback = MemSaveCallback(stack="single_gpu", exactness=limit)
         ours = fit(lit, callback)
         rows = rows_of(callback)
         for name in ("optimizer", "low_precision_weights", "precision"):
@@ -168,7 +165,7 @@ class TestStacks:
             assert rows["chunked_cross_entropy"].status == "off"
 
     def test_precision_of_the_user_wins_over_weights_of_the_stack(self):
-        callback = MemSaveCallback(stack="single_gpu", precision="32-true", monitor=False)
+        callback = MemSaveCallback(stack="single_gpu", precision="32-true")
         fit(make_lit(), callback)
         row = rows_of(callback)["low_precision_weights"]
         assert row.status == "off"
@@ -178,7 +175,7 @@ class TestStacks:
     def test_everything_is_undone(self, package, stack):
         lit = make_lit(package, "classifier")
         before = snapshot(lit)
-        callback = MemSaveCallback(stack=stack, monitor=False)
+        callback = MemSaveCallback(stack=stack)
         for _ in range(2):
             make_trainer(package, callback).fit(lit)
             after = snapshot(lit)
@@ -195,7 +192,7 @@ class TestStacks:
 
         def train(**settings: Any) -> dict[str, torch.Tensor]:
             own = copy.deepcopy(lit)
-            callback = MemSaveCallback(stack=stack, monitor=False)
+            callback = MemSaveCallback(stack=stack)
             trainer = make_trainer(LIGHTNING, callback, SeededEpochs(tmp_path), max_epochs=2)
             trainer.fit(own, **settings)
             return {name: tensor.clone() for name, tensor in own.state_dict().items()}
@@ -207,7 +204,7 @@ class TestStacks:
     @pytest.mark.parametrize("stack", ["single_gpu", "bitwise"])
     def test_checkpoint_loads_anywhere(self, stack, tmp_path):
         lit = make_lit(model="classifier")
-        callback = MemSaveCallback(stack=stack, monitor=False)
+        callback = MemSaveCallback(stack=stack)
         make_trainer(LIGHTNING, callback, SeededEpochs(tmp_path)).fit(copy.deepcopy(lit))
         path = tmp_path / "epoch=0.ckpt"
         lit.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
@@ -296,7 +293,7 @@ class TestOptimizerInBackward:
             trainer.fit(lit)
 
     def test_in_a_stack_it_yields_to_a_scaler(self, package):
-        callback = MemSaveCallback(stack="bitwise", monitor=False, predict=False, report=False)
+        callback = MemSaveCallback(stack="bitwise", predict=False, report=False)
         plugins = [half_precision_on_cpu(package)]
         fit(make_lit(package), callback, package=package, plugins=plugins)
         row = rows_of(callback)["optimizer_in_backward"]
@@ -621,18 +618,12 @@ class TestBadInput:
             ),
             ({"low_precision_weights": 16}, "low_precision_weights=16` is not a valid value"),
             ({"attention": "spda"}, "sdpa"),
-            ({"early_release": "soon"}, "early_release='soon'` is not a valid value"),
-            ({"early_release": ActivationCheckpointing()}, "Use `early_release=True`"),
             (
                 {"attention": "sdpa", "exactness": "bitwise"},
                 "`exactness='bitwise'` does not allow",
             ),
             (
                 {"accumulate_grad_batches": 2, "exactness": "bitwise"},
-                "`exactness='bitwise'` does not allow",
-            ),
-            (
-                {"eval_micro_batch_size": 2, "exactness": "bitwise"},
                 "`exactness='bitwise'` does not allow",
             ),
             (

@@ -6,7 +6,7 @@ import pytest
 from lightning_memsave import MemSaveCallback
 from tests.callbacks.lit import make_lit, make_trainer
 
-SETTINGS = {"report": False, "predict": False, "monitor": False}
+SETTINGS = {"report": False, "predict": False}
 
 
 def notes_of(step, **settings):

@@ -159,7 +159,7 @@ def train(lit: Any, *callbacks: Any, strategy: Any = "ddp", **settings: Any) -> 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     """Nothing but micro-batches."""
     off: dict[str, Any] = {"activation_checkpointing": None, "optimizer": None, "precision": None}
-    others = {"micro_batch_size": size, "monitor": False, "report": False}
+    others = {"micro_batch_size": size, "predict": False, "report": False}
     return MemSaveCallback(**(off | others | settings))
 
 
@@ -397,8 +397,8 @@ def run_evaluation() -> Notes:
     notes: Notes = {}
     for way, callbacks in (
         ("plain", []),
-        ("fixed", [only(None, eval_micro_batch_size=2)]),
-        ("auto", [only(None, eval_micro_batch_size=MicroBatching("auto"))]),
+        ("fixed", [only(MicroBatching(2, evaluation=True))]),
+        ("auto", [only(MicroBatching("auto", evaluation=True))]),
     ):
         lit = make(BatchNormModel, validation_step=validation_step, val_dataloader=loader)
         lit.is_short = way == "auto"
@@ -556,7 +556,7 @@ def run_fsdp2_refused() -> Notes:
     for name, lit, callback in (
         ("uneven", sharded(**uneven), only(2)),
         ("half", sharded(), only(2, precision="bf16-true")),
-        ("evaluation", sharded(), only(None, eval_micro_batch_size=2)),
+        ("evaluation", sharded(), only(MicroBatching(2, evaluation=True))),
         ("optimizer", sharded(), only(None, optimizer="8bit")),
     ):
         notes[name] = raised_by(functools.partial(train_sharded, lit, callback))
@@ -573,12 +573,12 @@ class OnCpu(FSDPStrategy):
 def run_fsdp1() -> Notes:
     """What is decided before torch wraps the model, which it does on a GPU only."""
     notes: Notes = {"by name": raised_by(lambda: make_trainer(pl, devices=RANKS, strategy="fsdp"))}
-    bare = MemSaveCallback(report=False, monitor=False)
+    bare = MemSaveCallback(report=False, predict=False)
     for name, callback, settings in (
         ("bare", bare, {}),
         ("own checkpointing", bare, {"activation_checkpointing_policy": {Model}}),
         ("fixed", only(2), {}),
-        ("evaluation", only(None, eval_micro_batch_size=2), {}),
+        ("evaluation", only(MicroBatching(2, evaluation=True)), {}),
         ("optimizer", only(None, optimizer="8bit"), {}),
     ):
         strategy = OnCpu(use_orig_params=True, **settings)  # type: ignore[arg-type] # any
@@ -758,7 +758,7 @@ class TestDDP:
         first, second = report("everything")
         # The line of what only a stack would switch on apart, and what several processes ask for.
         off = {name for name, status in first["rows"].items() if status != "on"}
-        assert off == {"stack", "eval_micro_batch_size"}
+        assert off == {"stack", "evaluation"}
         assert first["parameters"] == second["parameters"]
         assert first["peak_bytes"] == second["peak_bytes"] > 0
 
@@ -826,7 +826,7 @@ class TestFSDP2:
         [
             ("uneven", "some have more parts than others. Use `drop_last=True`"),
             ("half", "summed in half precision"),
-            ("evaluation", "`eval_micro_batch_size=2`: under `ModelParallelStrategy`"),
+            ("evaluation", "`micro_batch_size=2` in evaluation: under `ModelParallelStrategy`"),
             ("optimizer", "shards parameters"),
         ],
     )
@@ -873,7 +873,7 @@ class TestDeepSpeed:
     def trainer(self, callback: MemSaveCallback) -> Any:
         return make_trainer(pl, callback, strategy=DeepSpeedStrategy("cpu"))
 
-    @pytest.mark.parametrize("settings", [{"size": 2}, {"size": None, "eval_micro_batch_size": 2}])
+    @pytest.mark.parametrize("settings", [{"size": 2}, {"size": MicroBatching(2, evaluation=True)}])
     def test_refused(self, settings):
         with pytest.raises(IncompatibleError, match="DeepSpeedStrategy"):
             self.trainer(only(**settings)).fit(make_lit())

@@ -21,9 +21,9 @@ LIGHTNING = PACKAGES["lightning"]
 def only(**settings: Any) -> MemSaveCallback:
     """Weights in bfloat16 and nothing else."""
     off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "micro_batch_size", "early_release")
+        ("activation_checkpointing", "optimizer", "micro_batch_size")
     )
-    off |= {"low_precision_weights": "kahan", "monitor": False, "predict": False, "report": False}
+    off |= {"low_precision_weights": "kahan", "predict": False, "report": False}
     return MemSaveCallback(**(off | settings))
 
 
@@ -142,7 +142,7 @@ class TestTable:
         type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
         with pytest.raises(IncompatibleError, match="there is no tensor to convert"):
             fit(lit, only(), limit_val_batches=0)
-        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        callback = MemSaveCallback(stack="single_gpu")
         fit(lit, callback, limit_val_batches=0)
         assert row_of(callback).status == "off"
 
@@ -211,7 +211,7 @@ class TestMessages:
     )
     def test_lead_out(self, settings, trainer):
         """Doing what they say is enough."""
-        stack: dict[str, Any] = {"stack": "single_gpu", "monitor": False, "predict": False}
+        stack: dict[str, Any] = {"stack": "single_gpu", "predict": False}
         named: Any = {"low_precision_weights": "stochastic"}
         with pytest.raises(IncompatibleError) as caught:
             fit(make_lit(), MemSaveCallback(**stack, **settings, **named), **trainer)
@@ -220,7 +220,7 @@ class TestMessages:
         fit(make_lit(), MemSaveCallback(**stack, **out), **trainer)
 
     def test_lead_out_with_a_model_in_bfloat16(self):
-        stack: dict[str, Any] = {"stack": "single_gpu", "monitor": False, "predict": False}
+        stack: dict[str, Any] = {"stack": "single_gpu", "predict": False}
         lit = make_lit()
         lit.model.bfloat16()
         way = 'set `low_precision_weights=None` and `precision="bf16-true"`'

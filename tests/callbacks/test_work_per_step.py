@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
 from lightning_memsave.techniques.micro_batching import training_state
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit
 from tests.out_of_memory import MESSAGE
@@ -33,9 +33,9 @@ class Beside(nn.Module):
 
 def only(**settings: Any) -> MemSaveCallback:
     off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "precision", "early_release", "micro_batch_size")
+        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
     )
-    return MemSaveCallback(**(off | settings), monitor=False, report=False, predict=False)
+    return MemSaveCallback(**(off | settings), report=False, predict=False)
 
 
 def lit_beside(num_experts: int) -> Any:
@@ -81,7 +81,6 @@ def bytecodes_of_a_step(num_experts: int, callbacks: list[Any], **settings: Any)
         {},
         {"micro_batch_size": None},
         {"micro_batch_size": 4},
-        {"monitor": False, "early_release": None},
     ],
     ids=str,
 )
@@ -90,7 +89,8 @@ def test_does_not_grow_with_the_model(settings):
 
     def added(num_experts: int) -> int:
         callback = MemSaveCallback(report=False, predict=False, **settings)
-        ours = bytecodes_of_a_step(num_experts, [callback])
+        monitor = GPUMemoryMonitor(print_summary=False)
+        ours = bytecodes_of_a_step(num_experts, [callback, monitor])
         plain = bytecodes_of_a_step(num_experts, [])
         assert sum(plain.values()) > 20 * num_experts  # torch does visit all parameters
         assert any("lightning_memsave" in file for file in ours)
@@ -192,7 +192,7 @@ def test_what_changed_for_the_first_time_is_said():
             fit_stateful(fails_at=6)
 
 
-@pytest.mark.parametrize("settings", [{"early_release": True}, {"micro_batch_size": "auto"}])
+@pytest.mark.parametrize("settings", [{"precision": "32-true"}, {"micro_batch_size": "auto"}])
 def test_a_backward_pass_inside_of_a_late_step_is_zeroed(settings):
     """Gradients are freed before the forward pass, and after it only if there may be some."""
 

@@ -34,7 +34,7 @@ def fit(package, *callbacks: Any, max_epochs: int = 2, ckpt_path: str | None = N
 
 
 def low_bit() -> MemSaveCallback:
-    return MemSaveCallback(None, optimizer="8bit", monitor=False, report=False)
+    return MemSaveCallback(None, optimizer="8bit", predict=False, report=False)
 
 
 def save(package, *callbacks: Any, name: str = "last.ckpt") -> None:
@@ -207,7 +207,7 @@ def test_keep_32bit(capsys):
 
 @packages
 def test_other_optimizers_of_the_callback(package, capsys):
-    save(package, MemSaveCallback(None, optimizer=LowBitOptimizer("lion_8bit"), monitor=False))
+    save(package, MemSaveCallback(None, optimizer=LowBitOptimizer("lion_8bit")))
     assert main(["convert", "last.ckpt", "--to", "32bit"]) == 1
     assert "written by Lion, which torch.optim does not have" in capsys.readouterr().err
 

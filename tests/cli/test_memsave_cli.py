@@ -12,7 +12,6 @@ import lightning_memsave
 from lightning_memsave import (
     ActivationCheckpointing,
     ConfigurationError,
-    GPUMemoryMonitor,
     LowBitOptimizer,
     MemSaveCallback,
     MemSaveCLIMixin,
@@ -92,9 +91,6 @@ def test_flags_are_typed(name):
         name,
         "--memsave.activation_checkpointing=0.5",
         "--memsave.optimizer=lion_8bit",
-        "--memsave.optimizer_kwargs.betas=[0.9,0.95]",
-        "--memsave.keep_32bit+=*.head.*",
-        "--memsave.tf32=false",
         "--memsave.report=false",
     )
     assert (
@@ -102,9 +98,6 @@ def test_flags_are_typed(name):
         >= {
             "activation_checkpointing": 0.5,
             "optimizer": "lion_8bit",
-            "optimizer_kwargs": {"betas": [0.9, 0.95]},
-            "keep_32bit": ["*.head.*"],
-            "tf32": False,
             "report": False,
         }.items()
     )
@@ -118,14 +111,10 @@ def test_technique_objects(name):
         "--memsave.activation_checkpointing.which=every:2",
         "--memsave.optimizer=lightning_memsave.LowBitOptimizer",
         "--memsave.optimizer.min_8bit_size=64",
-        "--memsave.monitor=lightning_memsave.GPUMemoryMonitor",
-        "--memsave.monitor.every_n_steps=7",
     )
     arguments = callback_of(cli).arguments
     assert arguments["activation_checkpointing"] == ActivationCheckpointing("every:2")
     assert arguments["optimizer"] == LowBitOptimizer(min_8bit_size=64)
-    assert isinstance(arguments["monitor"], GPUMemoryMonitor)
-    assert arguments["monitor"].every_n_steps == 7
 
 
 @packages
@@ -151,9 +140,7 @@ memsave:
   precision: bf16-mixed
   accumulate_grad_batches: 4
   blocks: ["re:layers[.]x", Block]
-  force_8bit: ["*.embed.*"]
   exactness: approximate
-  monitor: false
 """,
     "objects": """
 memsave:
@@ -163,9 +150,6 @@ memsave:
   optimizer:
     class_path: lightning_memsave.LowBitOptimizer
     init_args: {optimizer: paged_8bit, keep_32bit: ['*.head.*']}
-  monitor:
-    class_path: lightning_memsave.GPUMemoryMonitor
-    init_args: {every_n_steps: 7}
 """,
 }
 
@@ -270,7 +254,9 @@ class TestPrecision:
         ("optimizer=adamx_8bit", 'there is no such 8-bit optimizer. Did you mean "adam'),
         ("accumulate_grad_batches=0", "Use `accumulate_grad_batches=4` for a step every four"),
         ("exactness=exact", "Expected a typing.Literal['bitwise', 'rounding', 'approximate']"),
-        ("nonsense=1", "unrecognized arguments: --memsave.nonsense=1"),
+        ("nonsense=1", "`nonsense` is not an argument of `MemSaveCallback`. Use `enabled`, `activ"),
+        ("keep_32bit=[a]", "Write it as `optimizer=LowBitOptimizer("),
+        ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
     ],
 )
 def test_wrong_settings_exit_with_2_and_a_message(name, flag, message, capsys):
@@ -290,8 +276,8 @@ def test_wrong_settings_raise_where_python_asks_for_it(name):
 @packages
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
 def test_subcommands(name, subcommand, capsys):
-    cli = run_cli(name, subcommand, "--memsave.optimizer=8bit", "--memsave.monitor=false", run=True)
-    assert repr(callback_of(cli)) == "MemSaveCallback(optimizer='8bit', monitor=False)"
+    cli = run_cli(name, subcommand, "--memsave.optimizer=8bit", "--memsave.predict=false", run=True)
+    assert repr(callback_of(cli)) == "MemSaveCallback(optimizer='8bit', predict=False)"
     assert ("AdamW -> 8-bit AdamW" in capsys.readouterr().out) == (subcommand == "fit")
 
 

@@ -10,6 +10,7 @@ import yaml  # type: ignore[import-untyped] # it comes without types
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_memsave import LowBitOptimizer
 from lightning_memsave.api import plan_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.lightning_pytorch import MemSaveCLI
@@ -131,16 +132,20 @@ class TestOneBudget:
 
     @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
     def test_settings_that_are_fixed_are_in_the_yaml(self, capsys, project, monkeypatch):
-        given = ("optimizer=8bit", 'force_8bit=["*wte*"]', "early_release=null", "tf32=true")
+        config = {
+            "class_path": "lightning_memsave.LowBitOptimizer",
+            "init_args": {"force_8bit": ["*wte*"]},
+        }
+        given = (f"optimizer={json.dumps(config)}", "predict=7")
         options = [f"--set={text}" for text in (*given, *(f"{name}=null" for name in FIXED))]
         wide = ("gpt2", "--arg", "n_embd=64", "--batch", "4096x32")
         found = json_of(capsys, "plan", *wide, "--budget", "2560MiB", *options)
         assert found["gpus"] == []
         callbacks = callbacks_of(yaml.safe_load(found["yaml"]), project / "cli.yaml", monkeypatch)
         for arguments in (callback.arguments for callback in callbacks):
-            assert (arguments["optimizer"], arguments["tf32"]) == ("8bit", True)
-            assert (arguments["early_release"], arguments["precision"]) == (None, None)
-            assert arguments["force_8bit"] == ["*wte*"]
+            assert arguments["predict"] == 7
+            assert arguments["precision"] is None
+            assert arguments["optimizer"] == LowBitOptimizer(force_8bit=("*wte*",))
 
     @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
     def test_techniques_of_a_yaml_file_are_fixed_and_written_as_they_were(

@@ -12,6 +12,7 @@ import pytest
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch.utils.data import DataLoader
 
+from lightning_memsave import LowBitOptimizer
 from lightning_memsave.api import explain_memory, predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.main import main
@@ -326,13 +327,16 @@ class TestText:
         assert found["settings"]["precision"] == "bf16-mixed"
         assert {"activation_checkpointing", "optimizer"} <= found["settings"].keys()
 
-    @pytest.mark.parametrize("text", ["net.layers.0.*", '["net.layers.0.*"]'])
-    def test_patterns_are_text_or_json(self, text, capsys):
+    def test_techniques_are_json_with_a_class_path(self, capsys):
         batch = "float32[8,256],int64[8]<256"
-        changes = ("optimizer=8bit", f"keep_32bit={text}")
+        config = {
+            "class_path": "lightning_memsave.LowBitOptimizer",
+            "init_args": {"keep_32bit": ["net.layers.0.*"]},
+        }
+        change = f"optimizer={json.dumps(config)}"
         found = json_of(
             *(capsys, "predict", "net.py:large", "--batch", batch, "--device", "cpu"),
-            *("--set", changes[0], "--set", changes[1], "--variant", shlex.join(changes)),
+            *("--set", change, "--variant", shlex.quote(change)),
         )
         states = [
             found["by_category"]["optimizer_state"],
@@ -340,17 +344,17 @@ class TestText:
             predict_memory(
                 load_target("net.py:large").build,
                 make_batch_spec(batch).build(),
-                settings={"optimizer": "8bit", "keep_32bit": ("net.layers.0.*",)},
+                settings={"optimizer": LowBitOptimizer(keep_32bit=("net.layers.0.*",))},
                 device="cpu",
             ).peak.optimizer_state_bytes,
         ]
         assert states == [states[0]] * 3
         assert states[0] > 8 * 256 * 256  # of one layer in 32 bits
 
-    def test_help_says_how_patterns_are_written(self, capsys):
+    def test_help_says_how_techniques_are_written(self, capsys):
         with pytest.raises(SystemExit):
             main(["predict", "--help"])
-        assert "'force_8bit=emb*'" in capsys.readouterr().out.replace("\n", " ")
+        assert "lightning_memsave.LowBitOptimizer" in capsys.readouterr().out.replace("\n", " ")
 
     def test_words_of_the_user_stay_out_of_the_json(self, capsys):
         main(["predict", "net.py:Lit", "--batch", BATCH, "--json"])

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torchmetrics import AUROC, MeanMetric
 
+from lightning_memsave import LowBitOptimizer
 from tests.doctor.trap_models import (
     BitsAndBytes,
     Blocks,
@@ -197,7 +198,7 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
             Project(lambda: BitsAndBytes(tied, "AdamW32bit")),
             Project(lambda: BitsAndBytes(wide)),
             Project(lambda: HeadOnly(tied)),
-            Project(Tied, {"optimizer": "8bit", "force_8bit": ("*",)}),
+            Project(Tied, {"optimizer": LowBitOptimizer(force_8bit=("*",))}),
         ],
     ),
     "8bit_small_tensors": (

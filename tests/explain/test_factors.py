@@ -307,7 +307,7 @@ def test_old_gradients_are_those_at_the_peak_in_forward():
     batch = ids(2, 16)
     found = ask("previous gradients", large_vocabulary, batch, device="cpu")
     base = predict_memory(large_vocabulary, batch, device="cpu")
-    first = predict_memory(large_vocabulary, batch, settings={"early_release": True}, device="cpu")
+    first = predict_memory(large_vocabulary, batch, settings={"precision": "32-true"}, device="cpu")
     assert base.peak_phase == "forward"
     assert found.num_bytes == base.peak.gradient_bytes
     assert found.num_bytes == 4 * parameter_table(large_vocabulary()).num_parameters

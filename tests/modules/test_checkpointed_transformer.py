@@ -18,7 +18,6 @@ import lightning_memsave
 from lightning_memsave import (
     ActivationCheckpointing,
     ConfigurationError,
-    GPUMemoryMonitor,
     IncompatibleError,
     LowBitOptimizer,
     MemSaveCallback,
@@ -41,7 +40,7 @@ from tests.modules.tiny import (
 CheckpointedTransformer = lightning_pytorch.CheckpointedTransformer
 # Not every fit here has data to validate on.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
-QUIET = {"report": False, "monitor": False}
+QUIET = {"report": False, "predict": False}
 
 
 def make_hugging_face(name: str) -> nn.Module:
@@ -121,7 +120,7 @@ def test_the_optimizer_is_8_bit_by_default(package, tmp_path):
 
 def test_the_callback_of_the_trainer_wins():
     lit = make_lit(memsave=ONLY_CHECKPOINTING)
-    own = MemSaveCallback(None, optimizer=None, report=False, monitor=False)
+    own = MemSaveCallback(None, optimizer=None, report=False, predict=False)
     trainer = fit(lit, own)[2]
     assert [c for c in trainer.callbacks if isinstance(c, MemSaveCallback)] == [own]
 
@@ -372,14 +371,12 @@ def test_technique_objects_are_used_and_not_saved():
         memsave={
             "activation_checkpointing": ActivationCheckpointing(1),
             "optimizer": LowBitOptimizer("lion_8bit"),
-            "monitor": GPUMemoryMonitor(),
             "report": False,
-            "keep_32bit": ["*.head.*"][:0],
         }
     )
     [callback] = lit.configure_callbacks()
     assert callback.arguments["activation_checkpointing"] == ActivationCheckpointing(1)
-    assert lit.hparams.memsave == {"report": False, "keep_32bit": []}
+    assert lit.hparams.memsave == {"report": False}
 
 
 def test_loggers_get_the_hyperparameters(tmp_path):
@@ -459,7 +456,7 @@ def test_a_bare_encoder_is_refused():
 def test_micro_batches_give_the_training_and_the_values_of_the_whole_batch(name):
     results = []
     for size in (None, 3):
-        memsave = ONLY_CHECKPOINTING | {"micro_batch_size": size, "eval_micro_batch_size": size}
+        memsave = ONLY_CHECKPOINTING | {"micro_batch_size": size}
         lit = make_lit(name, memsave=memsave, learning_rate=1e-3)
         for module in lit.modules():  # other micro-batches draw other dropout masks
             if isinstance(module, nn.Dropout):

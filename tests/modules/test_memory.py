@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.modules.lightning_pytorch import CheckpointedTransformer
 from lightning_memsave.units import MIB
@@ -20,9 +20,7 @@ OFF = {"activation_checkpointing": None, "optimizer": None, "precision": None}
 def peak_of_fit(**memsave: Any) -> Any:
     """What the callback of the module measured in a short fit."""
     torch.manual_seed(1)
-    lit: Any = CheckpointedTransformer(
-        DEEP, task="masked_lm", memsave={"report": False, "monitor": GPUMemoryMonitor()} | memsave
-    )
+    lit: Any = CheckpointedTransformer(DEEP, task="masked_lm", memsave={"report": False} | memsave)
     data = loader("masked_lm", length=32, batch_size=16, num_tokens=64)
     trainer = make_trainer(max_epochs=1, limit_val_batches=0)
     trainer.fit(lit, data, data)

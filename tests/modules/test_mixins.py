@@ -67,6 +67,10 @@ def make(*mixins: type, package: Any = lightning.pytorch, **attributes: Any) -> 
     return Lit()
 
 
+def on_in(callback: MemSaveCallback) -> list[str]:
+    return [row.name for row in callback.rows if row.status == "on"]
+
+
 def ours(trainer: Any) -> list[Any]:
     return [c for c in trainer.callbacks if isinstance(c, MemSaveCallback | GPUMemoryMonitor)]
 
@@ -77,8 +81,7 @@ def test_checkpointing_gives_the_same_training_bit_for_bit(package):
     saving = fit(make(ActivationCheckpointingMixin, package=package), package=package)
     assert_same(plain[:2], saving[:2])
     [callback] = ours(saving[2])
-    assert [row.name for row in callback.rows if row.status == "on"] == ["activation_checkpointing"]
-    assert callback.monitor is None
+    assert on_in(callback) == ["early_release", "activation_checkpointing"]
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
@@ -87,7 +90,7 @@ def test_the_optimizer_is_8_bit_and_nothing_else_changes(package):
     states = trainer.optimizers[0].state.values()
     assert any(t.dtype == torch.uint8 for s in states for t in s.values() if torch.is_tensor(t))
     [callback] = ours(trainer)
-    assert [row.name for row in callback.rows if row.status == "on"] == ["optimizer"]
+    assert on_in(callback) == ["early_release", "optimizer"]
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
@@ -102,7 +105,7 @@ def test_memory_is_logged_by_a_monitor_alone(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
-def test_several_mixins_come_together_in_one_callback(package):
+def test_several_mixins_come_together(package):
     lit = make(
         ActivationCheckpointingMixin,
         LowBitOptimizerMixin,
@@ -113,12 +116,12 @@ def test_several_mixins_come_together_in_one_callback(package):
         log_memory_every_n_steps=3,
     )
     _, _, trainer = fit(lit, package=package)
-    [callback] = ours(trainer)
+    callback, monitor = ours(trainer)
     assert callback.arguments["activation_checkpointing"] == 2
     assert callback.arguments["optimizer"] == "lion_8bit"
-    assert callback.monitor.every_n_steps == 3
+    assert monitor.every_n_steps == 3
     assert with_stack(callback.arguments)["precision"] is None
-    assert callback.monitor.summary.num_steps == 6
+    assert monitor.summary.num_steps == 6
 
 
 def test_a_mixin_adds_to_checkpointed_transformer():
@@ -128,18 +131,18 @@ def test_a_mixin_adds_to_checkpointed_transformer():
 
     config, task = CONFIGS["bert"]
     memsave = {"activation_checkpointing": "all", "optimizer": "lion_8bit"}
-    [callback] = Lit(config, task=task, memsave=memsave).configure_callbacks()
+    callback, monitor = Lit(config, task=task, memsave=memsave).configure_callbacks()
     assert callback.arguments["activation_checkpointing"] == 1
     assert callback.arguments["optimizer"] == "lion_8bit"
-    assert callback.monitor.every_n_steps == 7
-    [callback] = Lit(config, task=task, memsave=None).configure_callbacks()
+    assert monitor.every_n_steps == 7
+    callback, _ = Lit(config, task=task, memsave=None).configure_callbacks()
     assert with_stack(callback.arguments)["optimizer"] is None
 
 
 @pytest.mark.parametrize(
     ("mixin", "own"),
     [
-        (ActivationCheckpointingMixin, MemSaveCallback(optimizer=None, monitor=False)),
+        (ActivationCheckpointingMixin, MemSaveCallback(optimizer=None)),
         (MemoryLoggingMixin, MemSaveCallback(optimizer=None)),
         (MemoryLoggingMixin, GPUMemoryMonitor(5)),
     ],
@@ -211,7 +214,7 @@ def test_callbacks_of_other_classes_stay():
 
 
 def test_a_callback_that_a_base_class_brings_wins():
-    given = MemSaveCallback(monitor=False)
+    given = MemSaveCallback()
 
     class Base(lightning.pytorch.LightningModule):
         def configure_callbacks(self):
@@ -254,11 +257,12 @@ class Picklable(
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_make_their_own_callback(how):
     lit = Picklable([])
-    [callback] = lit.configure_callbacks()
+    callbacks = lit.configure_callbacks()
     other = copy.deepcopy(lit) if how == "deepcopy" else pickle.loads(pickle.dumps(lit))
-    [another] = other.configure_callbacks()
-    assert another is not callback
-    assert repr(another) == repr(callback)
+    others = other.configure_callbacks()
+    assert len(callbacks) == 2
+    assert all(another is not one for another, one in zip(others, callbacks, strict=True))
+    assert repr(others) == repr(callbacks)
 
 
 @pytest.mark.filterwarnings("ignore:activation_checkpointing changed nothing")  # its blocks know

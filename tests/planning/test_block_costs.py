@@ -35,7 +35,7 @@ def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, e
     model = planned("gpt2").model
     (run,) = runs_of(model, find_blocks(model))
     assert len(run.names) == 6
-    step = what_if_of("gpt2").step.with_settings({"early_release": True, **settings})
+    step = what_if_of("gpt2").step.with_settings({"precision": "32-true", **settings})
     few = replace(
         step.with_settings({"activation_checkpointing": value_of(RECORDED)}),
         change=lambda copy: run.cut(copy, len(RECORDED)),

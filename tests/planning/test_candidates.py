@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.planning.candidates import (
     Candidate,
     CurrentSettings,
@@ -38,17 +38,17 @@ def test_each_is_something_that_the_callback_takes(settings):
 def test_every_technique_is_among_them():
     found = single_candidates(situation()) + host_candidates(situation())[:2]
     changed = {name for one in found for name in one.changes}
-    others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size"}
+    others = {"micro_batch_size"}
     others |= {"block_micro_batch_size"}  # it pays beside what waits on the host
     assert set(values_of("single_gpu")) - others == changed
 
 
 def test_a_dominating_embedding_can_have_8_bits_too():
     now = replace(situation(), embedding="embed.weight")
-    found = [c.changes for c in single_candidates(now) if "force_8bit" in c.changes]
-    assert found == [{"optimizer": "8bit", "force_8bit": ("*embed.weight",)}]
+    found = [c.changes for c in single_candidates(now) if "also for" in c.name]
+    assert found == [{"optimizer": LowBitOptimizer(force_8bit=("*embed.weight",))}]
     MemSaveCallback(**({"stack": "off"} | found[0]))
-    assert not any("force_8bit" in c.changes for c in single_candidates(situation()))
+    assert not any("also for" in c.name for c in single_candidates(situation()))
 
 
 def test_8_bits_have_a_price():

@@ -38,7 +38,7 @@ def variants_of(
 ):
     tokens = torch.zeros(num_samples, 64, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
-    off = {"early_release": True, **dict.fromkeys({*OPEN, "micro_batch_size"} - {*open_arguments})}
+    off = dict.fromkeys({*OPEN, "micro_batch_size"} - {*open_arguments})
     what_if = make_what_if(model(), batch, settings=off | settings, device=device)
     return Variants(what_if, open_arguments, exactness, RATES)
 

@@ -6,21 +6,23 @@ from typing import Any
 
 import pytest
 
+from lightning_memsave import LowBitOptimizer
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.units import GIB, MIB
 
 
 def made(device_gib: float, time_ratio: float, *, is_verified: bool = False, **on: object) -> Plan:
-    off = dict.fromkeys(("activation_checkpointing", "optimizer", "force_8bit"))
-    settings = {**off, "micro_batch_size": "auto", "early_release": True, **on}
+    off = dict.fromkeys(("activation_checkpointing", "optimizer"))
+    settings = {**off, "micro_batch_size": "auto", "attention": "sdpa", **on}
     num_bytes = int(device_gib * GIB)
     how = f"MemSaveCallback({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
     return Plan(settings, how, "rounding", num_bytes - MIB, num_bytes, time_ratio, is_verified)
 
 
+ON_HEAD = LowBitOptimizer(force_8bit=("*head*",))
 LARGE = made(8, 1.0)
 MIDDLE = made(5.5, 1.1, is_verified=True, activation_checkpointing=3)
-SMALL = made(4, 1.25, activation_checkpointing="all", optimizer="8bit", force_8bit=("*head*",))
+SMALL = made(4, 1.25, activation_checkpointing="all", optimizer=ON_HEAD)
 FOUND = MemoryPlan(
     6 * GIB, 256 * MIB, MIDDLE, SMALL, (LARGE, MIDDLE, SMALL), unchanged_seconds=(0.4, 2.0)
 )
@@ -37,18 +39,18 @@ def test_shows_the_frontier_the_call_and_the_next_best_plan():
     assert rows[1][:4] == [">", "5.50", "GiB", "yes"]
     assert rows[1][5:] == ["rounding", "activation_checkpointing=3"]
     assert rows[2][:4] == ["about", "4.00", "GiB", "yes"]
-    assert table.splitlines()[-1] == "each with early_release=True"
+    assert table.splitlines()[-1] == "each with attention='sdpa'"
     assert eval(call, {"MemSaveCallback": dict}) == MIDDLE.settings
     rest = " ".join(rest.split())
     assert "Next best with other settings: about 4.00 GiB, 1.25 times the time, with " in rest
-    assert "optimizer='8bit'" in rest
-    assert "early_release" not in rest
+    assert "optimizer=LowBitOptimizer(force_8bit=('*head*',))" in rest
+    assert "attention" not in rest
     assert "not measured" in rest
     assert max(map(len, str(FOUND).splitlines())) <= 100
 
 
 def test_what_is_off_in_both_is_no_other_setting():
-    without = replace(FOUND, runner_up=made(5, 1.2, optimizer="8bit", keep_32bit=()))
+    without = replace(FOUND, runner_up=made(5, 1.2, optimizer="8bit"))
     said = " ".join(str(without).split())
     assert "with activation_checkpointing=None, optimizer='8bit' Times are" in said
 
@@ -76,6 +78,9 @@ def test_json_and_notebook():
     assert [plan["fits"] for plan in found["frontier"]] == [False, True, True]
     assert found["runner_up"]["step_seconds"] == [0.5, 2.5]
     assert found["plan"]["device_bytes"] == MIDDLE.device_bytes
-    assert found["runner_up"]["settings"]["force_8bit"] == ["*head*"]
+    assert found["runner_up"]["settings"]["optimizer"] == {
+        "class_path": "lightning_memsave.LowBitOptimizer",
+        "init_args": {"force_8bit": ["*head*"]},
+    }
     assert "activation_checkpointing" in shown._repr_mimebundle_([], [])["text/html"]
     assert repr(FOUND).startswith("<MemoryPlan for 6.00 GiB: MemSaveCallback(")

@@ -60,7 +60,7 @@ def test_time_is_estimated_where_the_gpu_is_known(remedies):
 
 def test_the_cheapest_come_first(remedies):
     names = [remedy.name for remedy in remedies]
-    order = ["early release", "optimizer in backward", "recompute half of the blocks"]
+    order = ["optimizer in backward", "recompute half of the blocks"]
     order += ["recompute all blocks", "precision bf16-mixed", "8-bit optimizer", "weights in bf16"]
     order += ["micro-batches of 3200", "all together", "all together, one sample at once"]
     order += ["stack single_gpu"]

@@ -14,6 +14,7 @@ from lightning_memsave.planning.variant import Variant
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.techniques.registry import ALL_8BIT
 from tests.helpers import set_clock
 from tests.planning.plans import (
     OPEN,
@@ -111,7 +112,7 @@ def test_state_in_fewer_bits_is_never_shown_as_a_cost():
 
     def num_bits(candidate):
         changes = candidate.variant.changes
-        return 32 if "optimizer" not in changes else 8 if "force_8bit" in changes else 16
+        return 32 if "optimizer" not in changes else 8 if changes["optimizer"] == ALL_8BIT else 16
 
     by_rest: dict[object, list[Any]] = {}
     for candidate in search._candidates:

@@ -398,8 +398,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no_logits": {"chunked_cross_entropy": True},
     "in_backward": {"optimizer_in_backward": True},
     "bf16_weights": {"precision": "bf16-mixed", "low_precision_weights": "stochastic"},
-    "chunked_sdpa": {"attention": "chunked_sdpa"},
-    "early_release": {"early_release": True},
+    "early_release": {"precision": "32-true"},
     "all": {
         "activation_checkpointing": "all",
         "optimizer": "8bit",

@@ -108,7 +108,6 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
             callbacks=[
                 MemSaveCallback(
                     **({"stack": "off"} | dict(settings)),
-                    monitor=False,
                     report=False,
                     predict=False,
                 ),

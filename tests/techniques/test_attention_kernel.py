@@ -250,17 +250,10 @@ class TestSaid:
             assert said in handle.summary
             assert before - step_bytes() >= 4 * 2 * 4 * 300**2
 
-    @pytest.mark.parametrize(
-        ("kernel", "said"),
-        [
-            ("sdpa", '(on a GPU or with "chunked_sdpa" no scores'),
-            ("chunked_sdpa", "(no scores"),
-        ],
-    )
-    def test_dropout_on_a_cpu(self, kernel, said):
+    def test_dropout_on_a_cpu(self):
         rates = {"attention_probs_dropout_prob": 0.1}
         model = BertForMaskedLM(BertConfig(**EAGER, **(BERT | rates)))
-        assert said in AttentionKernel(kernel).apply(model).summary
+        assert "(on a GPU no scores" in AttentionKernel("sdpa").apply(model).summary
 
 
 def test_works_on_models_inside_of_others():
@@ -448,7 +441,7 @@ def test_flex_attention_is_refused_with_dropout(name, setting):
         f"it does not support dropout, and `{name}Config.{setting}=0.25`"
     ]
     assert f"`{setting}=0.0`" in problems[0].fix
-    assert AttentionKernel("chunked_sdpa").check(model) == []
+    assert AttentionKernel("sdpa").check(model) == []
 
 
 def test_takes_kernels_that_the_user_has_registered(monkeypatch):
@@ -542,46 +535,3 @@ class TestPaddingOnTheLeft:
             pass
         assert snapshot(model) == before
         assert not [name for name in vars(model) if "memsave" in name]
-
-
-class TestChunked:
-    def test_is_sdpa_for_all_samples(self, monkeypatch):
-        monkeypatch.setattr("lightning_memsave.techniques.attention_kernel.chunked._SCORE_BYTES", 1)
-        model = bert().train()
-        ids = torch.randint(0, 50, (5, 12))
-        mask = torch.ones_like(ids)
-        mask[0, 8:] = 0
-        found = {}
-        for kernel in ("sdpa", "chunked_sdpa"):
-            with AttentionKernel(kernel).apply(model):
-                model.zero_grad()
-                loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-                loss.backward()
-                found[kernel] = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-        for one, other in zip(found["sdpa"], found["chunked_sdpa"], strict=True):
-            assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
-
-    def test_needs_less_where_torch_has_no_kernel_for_dropout(self, monkeypatch):
-        monkeypatch.setattr("lightning_memsave.techniques.attention_kernel.chunked._SCORE_BYTES", 1)
-        config = BertConfig(**(BERT | {"attention_probs_dropout_prob": 0.1}))
-        model = BertForMaskedLM(config).train()
-        ids = torch.randint(0, 50, (8, 128))
-        peaks = {}
-        for kernel in ("sdpa", "chunked_sdpa"):
-            config._attn_implementation = "eager"
-            with AttentionKernel(kernel).apply(model), PeakMemory(model) as peak:
-                model(input_ids=ids, labels=ids).loss.backward()
-            peaks[kernel] = peak.allocated_bytes
-            model.zero_grad()
-        assert peaks["chunked_sdpa"] < 0.5 * peaks["sdpa"]
-
-    def test_takes_the_place_of_sdpa_and_gives_it_back(self):
-        model = LlamaForCausalLM(
-            LlamaConfig(**SIZES, vocab_size=50, intermediate_size=48, num_key_value_heads=2)
-        )
-        assert model.config._attn_implementation == "sdpa"
-        with AttentionKernel("chunked_sdpa").apply(model) as handle:
-            assert handle.changes == ("`LlamaForCausalLM`: sdpa -> chunked_sdpa",)
-            ids = torch.randint(0, 50, (3, 9))
-            model(input_ids=ids, labels=ids).loss.backward()
-        assert model.config._attn_implementation == "sdpa"

@@ -169,7 +169,7 @@ class Lit(LIGHTNING.LightningModule):  # type: ignore[name-defined, misc]
 
 
 def callback(**settings: Any) -> MemSaveCallback:
-    off: dict[str, Any] = {"activation_checkpointing": None, "optimizer": None, "monitor": False}
+    off: dict[str, Any] = {"activation_checkpointing": None, "optimizer": None}
     head = ChunkedCrossEntropy("model.head")
     return MemSaveCallback(**{"chunked_cross_entropy": head, **off, **settings})
 

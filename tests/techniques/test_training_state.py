@@ -134,7 +134,7 @@ def lit_that_keeps(make: Callable[[], Tensor]) -> Any:
 @QUIET
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bare_callback_trains_a_module_that_keeps_it(kind):
-    callback = MemSaveCallback(report=False, monitor=False)
+    callback = MemSaveCallback(report=False, predict=False)
     fit(lit_that_keeps(KINDS[kind]), callback)
     assert rows_of(callback)["micro_batch_size"].status == "on"
 
@@ -153,7 +153,7 @@ class TestStateThatCannotBeSaved:
     def make(self) -> tuple[Any, MemSaveCallback]:
         lit = lit_that_keeps(lambda: torch.ones(2).as_subclass(Unreadable))
         return lit, MemSaveCallback(
-            stack="bitwise", activation_checkpointing=None, report=False, monitor=False
+            stack="bitwise", activation_checkpointing=None, report=False, predict=False
         )
 
     def test_does_not_end_the_fit_and_has_a_row(self):

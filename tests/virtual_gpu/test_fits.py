@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes"),
 ]
 
-QUIET: dict[str, Any] = {"stack": "off", "monitor": False, "predict": False, "report": False}
+QUIET: dict[str, Any] = {"stack": "off", "predict": False, "report": False}
 
 
 class OwnCheckpointing(Model):
@@ -82,7 +82,7 @@ CASES = {
     "in backward, clipped": Case({"optimizer_in_backward": True}, {"gradient_clip_val": 1e3}),
     "whole batches": Case({"micro_batch_size": MicroBatching("auto")}),
     "micro-batches": Case({"micro_batch_size": 2}, model="unrepeated", tolerance=1e-5),
-    "early release": Case({"early_release": True}),
+    "early release": Case({"precision": "32-true"}),
     "stack bitwise": Case({"stack": "bitwise"}),
     "stack bitwise, accumulated": Case({"stack": "bitwise"}, {"accumulate_grad_batches": 2}),
     "chunked": Case(

@@ -97,8 +97,8 @@ def test_a_trainer_in_half_precision_gives_the_same_training():
         trainer.fit(lit, torch.utils.data.DataLoader(batches, batch_size=None))
         return [*lit.losses, trainer.precision_plugin.scaler.get_scale()]
 
-    callback = MemSaveCallback(stack="off", offload="parameters", blocks=nn.Linear, monitor=False,
-        predict=False, report=False)
+    callback = MemSaveCallback(stack="off", offload="parameters", blocks=nn.Linear,
+                               predict=False, report=False)
     print(json.dumps([fit(), fit(callback)]))
     """
     plain, offloaded = run_python(code, card="t4", VGPU_COMPUTE="1", VGPU_LATE="1")
@@ -152,7 +152,7 @@ def test_worker_processes_do_not_have_locked_memory():
     code = (
         TRAINER
         + """
-    callback = MemSaveCallback(stack="offload", predict=False, report=False, monitor=False)
+    callback = MemSaveCallback(stack="offload", predict=False, report=False)
     lit = Lit()
     Trainer(accelerator="gpu", devices=1, max_epochs=2, callbacks=[callback], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(
@@ -194,7 +194,7 @@ def test_the_first_gpu_is_left_alone_by_training_on_the_second():
     torch.cuda.cudart = lambda: Runtime
     torch.cuda.Event.synchronize = note("wait", torch.cuda.Event.synchronize)
     callback = MemSaveCallback(stack="off", offload=True, optimizer_in_backward=True,
-        low_precision_weights="master", predict=False, report=False, monitor=False)
+        low_precision_weights="master", predict=False, report=False)
     lit = Lit()
     lit.model = Blocks()
     Trainer(accelerator="gpu", devices=[1], precision="bf16-mixed", max_epochs=1, logger=False,

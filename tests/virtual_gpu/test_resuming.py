@@ -99,7 +99,7 @@ def run(
     seed_torch(1)
     lit = make_lit(model=Wide())
     watch = Watch()
-    quiet: dict[str, Any] = {"stack": "off", "monitor": False, "report": False, "predict": False}
+    quiet: dict[str, Any] = {"stack": "off", "report": False, "predict": False}
     callback = MemSaveCallback(**quiet | settings)
     # An epoch is a step: a Trainer resumes where epochs begin.
     options = {

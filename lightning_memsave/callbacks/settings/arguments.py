@@ -5,12 +5,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import AccumulationSetting
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.early_release import EarlyReleaseSetting
-from lightning_memsave.callbacks.settings.eval_micro_batch_size import EvalMicroBatchSetting
+from lightning_memsave.callbacks.settings.evaluation import EvaluationSetting
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import (
@@ -20,7 +19,7 @@ from lightning_memsave.callbacks.settings.modules import (
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer import OptimizerSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
-from lightning_memsave.callbacks.settings.precision import PrecisionSetting, TF32Setting
+from lightning_memsave.callbacks.settings.precision import PrecisionSetting
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, read_flag
 from lightning_memsave.core.technique import Row
@@ -41,9 +40,7 @@ from lightning_memsave.units import format_bytes
 _SETTINGS = (
     PrecisionSetting,
     MicroBatchSetting,
-    EvalMicroBatchSetting,
     ActivationCheckpointingSetting,
-    EarlyReleaseSetting,
     OptimizerSetting,
     OffloadSetting,
     LowPrecisionWeightsSetting,
@@ -56,8 +53,9 @@ def _readers() -> list[Callable[[Arguments], Setting]]:
     """Give what reads each argument, in the order in which settings are applied."""
     own: Mapping[str, type[Any]] = {setting.name: setting for setting in _SETTINGS}
     return [
-        TF32Setting.read,
         AccumulationSetting.read,
+        EarlyReleaseSetting.read,
+        EvaluationSetting.read,
         *(
             own[entry.argument].read
             if entry.argument in own
@@ -80,7 +78,7 @@ def host_form(
     tried: list[tuple[int, Settings, dict[str, Any]]] = []
     why = ""
     for form in stack_forms(arguments):
-        settings, _ = make_settings("MemSaveCallback", arguments, form=form)
+        settings = make_settings("MemSaveCallback", arguments, form=form)
         # What conflicts with this fit would be off, and the host would need as much as before.
         name = OptimizerInBackwardSetting.name
         if name in form and settings.conflicts_of(name, trainer, pl_module):
@@ -106,7 +104,7 @@ def host_form(
     if not problems:
         return settings, with_stack(arguments, form)
     instead = {**arguments, "stack": SMALLER_STACK, setting.name: None, "host_budget": None}
-    settings, _ = make_settings("MemSaveCallback", instead)
+    settings = make_settings("MemSaveCallback", instead)
     settings.find(MicroBatchSetting).size = size
     reasons = "; ".join(f"{problem.what}: {problem.why}" for problem in problems)
     settings.find(OffloadSetting).off_reason = f"{reasons}; as `stack={SMALLER_STACK!r}`"
@@ -122,7 +120,7 @@ def make_settings(
     arguments: Arguments,
     plan: Mapping[str, Any] | None = None,
     form: Mapping[str, Any] | None = None,
-) -> tuple[Settings, GPUMemoryMonitor | None]:
+) -> Settings:
     """Check every argument and make what the callback works with."""
     problems: list[Problem | str] = []
     try:
@@ -141,7 +139,6 @@ def make_settings(
     attempt(_budget)
     attempt(exactness_limit)
     settings = [attempt(read) for read in _readers()]
-    monitor = attempt(_monitor)
     attempt(_report)
     attempt(_prediction)
     if problems:
@@ -155,7 +152,7 @@ def make_settings(
         made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
     made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
     made.find(AccumulationSetting).micro_batches = made.find(MicroBatchSetting)
-    return made, monitor
+    return made
 
 
 def _budget(arguments: Arguments) -> None:
@@ -168,18 +165,6 @@ def _budget(arguments: Arguments) -> None:
             f"`budget={budget!r}` chooses the settings that `stack={stack!r}` names. Remove one of "
             "the two; to fix some settings beside a budget, name them."
         )
-
-
-def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:
-    wanted = arguments["monitor"]
-    if isinstance(wanted, GPUMemoryMonitor):
-        return wanted
-    if isinstance(wanted, bool):
-        return GPUMemoryMonitor() if wanted else None
-    raise ConfigurationError(
-        f"`monitor={wanted!r}` is neither True, False nor a monitor. Use "
-        "`monitor=GPUMemoryMonitor(every_n_steps=10)` for settings of its own."
-    )
 
 
 def _report(arguments: Arguments) -> bool:
@@ -221,7 +206,7 @@ class StackSetting(Setting):
         settings = {name: arguments[name] for name in arguments["from_stack"]}
         on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
         off = ", ".join(name for name, value in settings.items() if value is None)
-        beside = ", ".join(name for name in own if name != "force_8bit")
+        beside = ", ".join(own)
         texts = {"": on, "off in this stack: ": off, "given beside it: ": beside}
         details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
         self._row = Row(self.name, repr(given), "on" if on else "off", details)

@@ -1,11 +1,11 @@
-"""`early_release`: free gradients before forward, and unused outputs before backward."""
+"""Free gradients before forward, and unused outputs before backward."""
 
 from typing import Any
 
-from lightning_memsave.callbacks.settings.setting import Setting, off_rows
-from lightning_memsave.callbacks.settings.values import Arguments, is_asked
+from lightning_memsave.callbacks.settings.setting import Setting
+from lightning_memsave.callbacks.settings.values import Arguments
 from lightning_memsave.core.technique import Row, Status
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.techniques.registry import frees_early
 from lightning_memsave.trainer.hooks import find_zero_grad_override, owner_of
 from lightning_memsave.trainer.training_loop import release_early
 
@@ -15,26 +15,21 @@ class EarlyReleaseSetting(Setting):
 
     name = "early_release"
 
-    def __init__(self, is_on: bool, is_asked: bool) -> None:
+    def __init__(self, is_on: bool) -> None:
         super().__init__()
-        self.is_on, self.is_asked = is_on, is_asked
+        self.is_on = is_on
 
     @classmethod
     def read(cls, arguments: Arguments) -> "EarlyReleaseSetting":
         """Make the setting that the arguments describe."""
-        name, wanted = "early_release", arguments["early_release"]
-        if wanted is not None and not isinstance(wanted, bool):
-            raise ConfigurationError(
-                f"`{name}={wanted!r}` is not a valid value. Use `{name}=True`, or `None`."
-            )
-        return cls(wanted is True, is_asked(arguments, name))
+        return cls(frees_early(arguments))
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the training loop."""
         self.rows = []
         if not self.is_on:
-            self.rows = off_rows(self)
-        elif not pl_module.automatic_optimization:
+            return
+        if not pl_module.automatic_optimization:
             name = type(pl_module).__name__
             reason = f"`{name}.automatic_optimization=False`: the module runs its own steps"
             self.rows = [Row(self.name, "True", "off", (reason,))]

@@ -111,7 +111,7 @@ class MicroBatchSetting(Setting):
     @classmethod
     def read(cls, arguments: Arguments) -> "MicroBatchSetting":
         """Make the setting that the arguments describe."""
-        technique, why = read_micro_batching(arguments, "micro_batch_size")
+        technique, why = read_micro_batching(arguments)
         is_in_budget = arguments["budget"] is not None
         is_kept_whole = bool(why) and is_in_budget
         if is_kept_whole:  # batches are repeated with another plan, which needs no smaller ones

@@ -31,9 +31,10 @@ from lightning_memsave.trainer.distributed import (
 PROBED_STEPS = 2
 
 
-def read_micro_batching(arguments: Arguments, name: str) -> tuple[MicroBatching | None, str]:
-    """Read one of the two sizes, and why the limit switches it off."""
-    wanted, details = arguments[name], _details_of(arguments)
+def read_micro_batching(arguments: Arguments) -> tuple[MicroBatching | None, str]:
+    """Read the size, and why the limit switches it off."""
+    name, details = "micro_batch_size", _details_of(arguments)
+    wanted = arguments[name]
     if isinstance(wanted, MicroBatching) and details:
         raise ConfigurationError(
             f"{', '.join(f'`{name}`' for name in details)} is not used with "
@@ -45,11 +46,7 @@ def read_micro_batching(arguments: Arguments, name: str) -> tuple[MicroBatching 
     technique = wanted
     if not isinstance(wanted, MicroBatching):
         refuse_technique(name, wanted, MicroBatching)
-        try:
-            technique = MicroBatching(wanted, **details)
-        except ConfigurationError as error:
-            message = str(error).replace("`micro_batch_size=", f"`{name}=")
-            raise ConfigurationError(message) from None
+        technique = MicroBatching(wanted, **details)
     return technique, why_beyond(arguments, name, technique.exactness)
 
 

@@ -12,14 +12,13 @@ from lightning_memsave.callbacks.settings import setting as _setting
 from lightning_memsave.callbacks.settings.setting import Setting, off_rows, row_of, saves
 from lightning_memsave.callbacks.settings.values import (
     Arguments,
-    as_given,
     is_asked,
     refuse_technique,
     why_beyond,
 )
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Row, Technique, undo_all
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import check_type
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
@@ -287,22 +286,10 @@ class OptimizerSetting(Setting):
     def read(cls, arguments: Arguments) -> "OptimizerSetting":
         """Make the setting that the arguments describe."""
         wanted = arguments["optimizer"]
-        details = {
-            name: arguments[name]
-            for name in ("optimizer_kwargs", "keep_32bit", "force_8bit")
-            if arguments[name]
-        }
-        if wanted is None or isinstance(wanted, LowBitOptimizer):
-            if details:
-                raise ConfigurationError(
-                    f"{', '.join(f'`{name}`' for name in details)} is not used with "
-                    f"{as_given(arguments, 'optimizer')}. Pass `optimizer=LowBitOptimizer(...)` "
-                    'with them, or use `optimizer="8bit"`.'
-                )
-            technique = wanted
-        else:
+        technique = wanted
+        if wanted is not None and not isinstance(wanted, LowBitOptimizer):
             refuse_technique("optimizer", wanted, LowBitOptimizer)
-            technique = LowBitOptimizer(wanted, **details)
+            technique = LowBitOptimizer(wanted)
         value = "None" if technique is None else repr(technique.optimizer)
         if technique and (why := why_beyond(arguments, "optimizer", technique.exactness)):
             return cls(None, "None", is_asked=False, off_reason=why)

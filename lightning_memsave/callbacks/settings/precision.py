@@ -1,7 +1,5 @@
-"""`precision` and `tf32` of `MemSaveCallback`."""
+"""`precision` of `MemSaveCallback`."""
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +10,9 @@ from lightning_memsave.callbacks.settings.values import (
     Arguments,
     as_given,
     is_asked,
-    read_flag,
     why_beyond,
 )
-from lightning_memsave.core.technique import Exactness, Row, Status
+from lightning_memsave.core.technique import Exactness, Row
 from lightning_memsave.errors import Problem
 from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY, EMULATED
 from lightning_memsave.trainer.precision import (
@@ -213,58 +210,3 @@ def _emulates(trainer: Any, precision: str) -> bool:
     if device.type != "cuda" or not precision.startswith("bf16"):
         return False
     return torch.cuda.get_device_capability(device) < BF16_CAPABILITY
-
-
-class TF32Setting(Setting):
-    """TF32 for float32 matrix products and convolutions on CUDA."""
-
-    name = "tf32"
-    is_for_evaluation = True
-
-    def __init__(self, is_allowed: bool | None) -> None:
-        super().__init__()
-        self.is_allowed = is_allowed
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> "TF32Setting":
-        """Make the setting that the arguments describe."""
-        wanted = read_flag(arguments, "tf32", (True, False, None))
-        if wanted:
-            why_beyond(arguments, "tf32", Exactness.APPROXIMATE)
-        return cls(wanted)
-
-    def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set it, if asked to."""
-        if self.is_allowed is None:
-            return
-        self._undo.append(_set_tf32(self.is_allowed))
-        on_cuda = trainer.strategy.root_device.type == "cuda"
-        status: Status = "on" if self.is_allowed and on_cuda else "off"
-        details = () if on_cuda or not self.is_allowed else ("it has an effect on CUDA only",)
-        exactness = "approximate" if status == "on" else ""
-        self.rows = [Row(self.name, str(self.is_allowed), status, details, exactness)]
-
-
-def _set_tf32(is_allowed: bool) -> Callable[[], None]:
-    """Set it, and return what restores it."""
-    try:
-        matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # a project that uses `fp32_precision` must not read or set the old names
-        cudnn: Any = torch.backends.cudnn
-        backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-        before = [backend.fp32_precision for backend in backends]
-        _set_all(backends, ["tf32" if is_allowed else "ieee"] * len(backends))
-        return functools.partial(_set_all, backends, before)
-    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = is_allowed
-
-    def restore() -> None:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = convolution
-
-    return restore
-
-
-def _set_all(backends: Sequence[Any], precisions: Sequence[str]) -> None:
-    for backend, precision in zip(backends, precisions, strict=True):
-        backend.fp32_precision = precision

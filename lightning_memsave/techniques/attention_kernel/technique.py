@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import ConfigurationError, MemsaveWarning, NoEffectWarning, Problem
-from lightning_memsave.techniques.attention_kernel.chunked import CHUNKED, register
 from lightning_memsave.units import format_bytes
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-_KERNELS = ("sdpa", CHUNKED, *_FLASH, "flex_attention")
+_KERNELS = ("sdpa", *_FLASH, "flex_attention")
 # Attribute of a Hugging Face model: its configurations with their former kernels.
 _BEFORE = "_memsave_attention_before"
 # Attribute of a Hugging Face model until the padding of its first batch was checked.
@@ -35,9 +34,7 @@ class AttentionKernel(Technique[nn.Module]):
 
     Args:
         kernel: ``"sdpa"``, torch's own, replaces eager attention. Any other kernel replaces any
-            current one: ``"chunked_sdpa"``, the same for a few samples at a time, recomputed in
-            backward, if torch has no fused kernel, as on a CPU with dropout;
-            ``"flash_attention_2"``, ``"flash_attention_3"``, ``"flash_attention_4"``,
+            current one: ``"flash_attention_2"``, ``"flash_attention_3"``, ``"flash_attention_4"``,
             ``"flex_attention"``, a kernel of the hub such as ``"kernels-community/flash-attn2"``,
             or one that you registered with ``AttentionInterface.register``.
 
@@ -176,7 +173,7 @@ def _why_unknown(kernel: object) -> str | None:
         return None
     if kernel == "eager":
         return "is the implementation that saves the scores. Use `None` to keep it."
-    close = difflib.get_close_matches(str(kernel), known, n=1)
+    close = difflib.get_close_matches(str(kernel), known, n=1, cutoff=0.5)  # "chunked_sdpa", too
     guess = f"Did you mean {close[0]!r}? " if close else ""
     return f"is not an attention kernel. {guess}Use one of {', '.join(map(repr, known))}."
 
@@ -208,10 +205,8 @@ class _Part:
     def set(self, kernel: str) -> bool:
         if not hasattr(self.model, "set_attn_implementation"):  # old versions of transformers
             return False
-        if kernel == CHUNKED:
-            register()
         # Predictions run without the packages and the GPU of the other kernels.
-        elif any(is_fake(tensor) for tensor in self.root.parameters()):
+        if any(is_fake(tensor) for tensor in self.root.parameters()):
             kernel = "sdpa"
         # Without its sub-configurations, which have a `_Part` of their own.
         self.model.set_attn_implementation({"": kernel})
@@ -278,7 +273,7 @@ def _scores_left_out(part: _Part) -> str:
     saved = format_bytes(4 * num_layers * num_heads * length**2)
     # On a CPU torch has no fused kernel with dropout.
     is_partial = part.kernel == "sdpa" and _attention_dropouts(part)
-    where = 'on a GPU or with "chunked_sdpa" ' if is_partial else ""
+    where = "on a GPU " if is_partial else ""
     return f"{where}no scores: at least {saved} less for a sample of {length:,} tokens in float32"
 
 

@@ -135,7 +135,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     """Keep the state of the optimizer in 8 bits instead of 32.
 

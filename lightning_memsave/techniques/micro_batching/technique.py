@@ -38,6 +38,10 @@ class MicroBatching(Technique[Step]):
             micro-batch. ``"auto"`` finds it with the first batch that is split.
         split_batch: A function of batch and size that returns a list of batches, for batches that
             `split_samples` cannot split.
+        evaluation: Whether validation, test and prediction of a Trainer pass in such micro-batches
+            too. ``None``: in one process, where a few samples prove that it only rounds; other
+            steps stay whole. True: also in several processes, whose steps must not communicate, and
+            steps that cannot be split are refused. False: never.
         module: The model, whose gradients, buffers and metrics are restored before a batch is
             repeated, and after the loss has been tested with some samples. Required for ``"auto"``
             of both, and together with `OptimizerInBackward` if a process trains several models at
@@ -74,6 +78,7 @@ class MicroBatching(Technique[Step]):
     _: KW_ONLY
     loss_weight: LossWeight = "auto"
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
+    evaluation: bool | None = None
     module: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +98,11 @@ class MicroBatching(Technique[Step]):
             raise ConfigurationError(
                 f"`split_batch={self.split_batch!r}` is not a function. Pass a function of batch "
                 "and size that returns a list of batches."
+            )
+        if self.evaluation is not None and not isinstance(self.evaluation, bool):
+            raise ConfigurationError(
+                f"`evaluation={self.evaluation!r}` is neither True, False nor `None`. Use "
+                "`evaluation=False` to evaluate whole batches."
             )
 
     def check(self, target: Step) -> list[Problem]:

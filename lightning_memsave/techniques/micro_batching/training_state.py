@@ -2,11 +2,12 @@
 
 import contextlib
 import copy
+import functools
 import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -404,19 +405,41 @@ def batch_norm_on_running_statistics(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Disable TF32 and compilation."""
-    precision, in_cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    allow_tf32 = _forbid_tf32()
     # Only if the program compiles: another batch size would be compiled again.
     dynamo = "torch._dynamo" in sys.modules
     try:
         with torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext():
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = in_cudnn
+        allow_tf32()
         # It may hold float32 values, cast under `LossProbe`.
         torch.clear_autocast_cache()
+
+
+def _forbid_tf32() -> Callable[[], None]:
+    """Compute float32 products in float32; returns what restores torch's settings."""
+    cudnn: Any = torch.backends.cudnn
+    try:
+        precision, in_cudnn = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # a project that uses `fp32_precision` must not read or set the old names
+        backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+        before = [backend.fp32_precision for backend in backends]
+        _set_fp32_precision(backends, ["ieee"] * len(backends))
+        return functools.partial(_set_fp32_precision, backends, before)
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(precision)
+        cudnn.allow_tf32 = in_cudnn
+
+    return restore
+
+
+def _set_fp32_precision(backends: Sequence[Any], precisions: Sequence[str]) -> None:
+    for backend, precision in zip(backends, precisions, strict=True):
+        backend.fp32_precision = precision
 
 
 def key_of(tensor: Tensor) -> int | None:

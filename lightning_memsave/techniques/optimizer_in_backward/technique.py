@@ -206,7 +206,7 @@ class OptimizerInBackward(Technique[Optimizer]):
                     f"`{type(target).__name__}` with bitsandbytes' overrides",
                     "they refer to positions in the groups, which change when parameters are "
                     "updated one by one",
-                    'Use `optimizer="8bit"` with `keep_32bit=...`, or set '
+                    "Use `optimizer=LowBitOptimizer(keep_32bit=...)`, or set "
                     "`optimizer_in_backward=None`.",
                 )
             )

@@ -1,4 +1,4 @@
-"""`eval_micro_batch_size`: micro-batches in validation, test and prediction."""
+"""Micro-batches in validation, test and prediction, which follow `micro_batch_size`."""
 
 import contextlib
 import math
@@ -15,7 +15,7 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     warn_of_retry,
 )
 from lightning_memsave.callbacks.settings.setting import Setting, off_rows
-from lightning_memsave.callbacks.settings.values import Arguments, is_asked
+from lightning_memsave.callbacks.settings.values import Arguments
 from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
 from lightning_memsave.core.technique import Row
 from lightning_memsave.core.trainer_facts import SHARDED
@@ -118,50 +118,57 @@ def _agree(whole: Any, merged: Any) -> bool:
 _FIX = (
     "Log metrics of torchmetrics instead of their values; pass `loss_weight=`, a function of a "
     "micro-batch that gives what the mean is over; or use a smaller batch in that DataLoader and "
-    "`eval_micro_batch_size=None`."
+    "`MicroBatching(..., evaluation=False)`."
 )
 _ADVICE = "Use shorter samples or a smaller model, or return less from the step, such as no logits."
 
 
-class EvalMicroBatchSetting(Setting):
+class _StaysWholeError(Exception):
+    """A step cannot be split, and need not be."""
+
+
+class EvaluationSetting(Setting):
     """Batches of validation, test and prediction pass in micro-batches."""
 
-    name = "eval_micro_batch_size"
+    name = "evaluation"
     is_for_evaluation = True
 
-    def __init__(
-        self, technique: MicroBatching | None, is_asked: bool, off_reason: str = ""
-    ) -> None:
+    def __init__(self, technique: MicroBatching | None, off_reason: str = "") -> None:
         super().__init__()
-        self.technique, self.is_asked, self.off_reason = technique, is_asked, off_reason
+        self.technique, self.off_reason = technique, off_reason
+        self.is_asked = technique is not None and technique.evaluation is True
         self.value = "None" if technique is None else repr(technique.micro_batch_size)
+        self._whole: dict[tuple[Any, ...], str] = {}
+        """Why batches of a step and DataLoader stay whole."""
         self._runner: MicroBatchRunner | None = None
         # Of each step and DataLoader whose batches have been split.
         self._proofs: dict[tuple[Any, ...], Proof] = {}
         self._probes: dict[tuple[Any, ...], tuple[BatchProbe, KnownChanges]] = {}
 
     @classmethod
-    def read(cls, arguments: Arguments) -> "EvalMicroBatchSetting":
+    def read(cls, arguments: Arguments) -> "EvaluationSetting":
         """Make the setting that the arguments describe."""
-        technique, why = read_micro_batching(arguments, "eval_micro_batch_size")
-        is_own = is_asked(arguments, "eval_micro_batch_size")
-        return cls(None if why else technique, is_own, off_reason=why)
+        technique, why = read_micro_batching(arguments)
+        if technique is not None and technique.evaluation is False:
+            why = "`evaluation=False` was given"
+        return cls(None if why else technique, why)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer and the module."""
         if self.technique is None:
             return []
-        what = f"`{self.name}={self.value}`"
+        what = f"`micro_batch_size={self.value}` in evaluation"
+        off = "`MicroBatching(..., evaluation=False)`"
         if is_strategy(trainer, *SHARDED):
             why = "all processes communicate in every forward pass"
-            fix = f"Set `{self.name}=None` and use a smaller batch in that DataLoader."
+            fix = f"Use {off} and a smaller batch in that DataLoader."
             return [Problem(what, f"under `{type(trainer.strategy).__name__}` {why}", fix)]
         if trainer.world_size > 1 and not self.is_asked:
             why = (
                 "each of several processes splits its own batches, which cannot be where a step "
-                f'communicates; where none does, `{self.name}=MicroBatching("auto")` is right'
+                "communicates; where none does, `MicroBatching(..., evaluation=True)` is right"
             )
-            return [Problem(what, why, f"Set `{self.name}=None`.")]
+            return [Problem(what, why, f"Use {off}.")]
         return []
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
@@ -169,7 +176,7 @@ class EvalMicroBatchSetting(Setting):
         self.rows = off_rows(self)
         if self.technique is None:
             return
-        self._runner, self._proofs = self.technique.make_runner(), {}
+        self._runner, self._proofs, self._whole = self.technique.make_runner(), {}, {}
         self._runner.advice = _ADVICE
         self._undo.append(split_evaluation_batches(trainer, self._run_batch))
         self._show(self._runner)
@@ -185,7 +192,8 @@ class EvalMicroBatchSetting(Setting):
             exactness = "bitwise"
         elif runner.is_auto:
             how = f"in micro-batches of {runner.size} samples, as memory ran out with more"
-        self.rows = [Row(self.name, self.value, "on", (how,), exactness)]
+        whole = [f"`{which[0]}` passes whole: {why}" for which, why in self._whole.items()]
+        self.rows = [Row(self.name, self.value, "on", (how, *dict.fromkeys(whole)), exactness)]
 
     def undo(self) -> None:
         """Restore the steps; a second call does nothing."""
@@ -219,7 +227,7 @@ class EvalMicroBatchSetting(Setting):
             is_small = num_samples is not None and num_samples <= (runner.size or 0)
             if differ and not (known is None and is_small):
                 seen = EvaluationStep(step, logged)
-                self._proofs[which] = self._prove(trainer, batch, seen, which[0], known)
+                self._proofs[which] = self._prove(trainer, batch, seen, which, known)
                 self._use(which, prove_it)
             return True
 
@@ -230,25 +238,38 @@ class EvalMicroBatchSetting(Setting):
         is_first = probe.is_first_of(trainer.global_step)
         is_watched = is_first or probe.is_open(batch, is_fresh=True)
         size = runner.size
-        runner.run(
-            batch,
-            pass_part,
-            save_state=lambda: known.save("leave", is_watched),
-            forget=forget,
-        )
+        try:
+            if which in self._whole:
+                raise _StaysWholeError
+            runner.run(
+                batch,
+                pass_part,
+                save_state=lambda: known.save("leave", is_watched),
+                forget=forget,
+            )
+        except _StaysWholeError:
+            self._show(runner)
+            forget()
+            pass_part(batch, 1.0, None, True)
         runner.record(known.learn)
         probe.passed(batch, is_fresh=True, has_stepped=True)
         if runner.failure:
             self._show(runner)
         if runner.size != size:
-            warn_of_retry(trainer, runner, self.name, "")
+            warn_of_retry(trainer, runner, "micro_batch_size", "")
             self._show(runner)
         outputs, sizes, weights = zip(*passed, strict=True)
         return outputs[0] if len(outputs) == 1 else _merged(outputs, sizes, weights)
 
     def _prove(
-        self, trainer: Any, batch: Any, step: EvaluationStep, name: str, known: Proof | None
+        self,
+        trainer: Any,
+        batch: Any,
+        step: EvaluationStep,
+        which: tuple[Any, ...],
+        known: Proof | None,
     ) -> Proof:
+        name = which[0]
         assert self._runner is not None, "batches run between `apply` and `undo`"
         assert self.technique is not None, "there is something to run"
         check = LossCheck(
@@ -269,7 +290,11 @@ class EvalMicroBatchSetting(Setting):
             reason = proof.reason or step.difference(proof)
         if not reason:
             return proof if step.has_numbers else replace(proof, weightings=proof.weightings[:1])
-        problem = Problem(f"`{name}` with `{self.name}={self.value}`", reason, proof.fix or _FIX)
+        if not (self._runner.is_auto or self.is_asked):
+            self._whole[which] = reason
+            raise _StaysWholeError
+        what = f"`{name}` with `micro_batch_size={self.value}`"
+        problem = Problem(what, reason, proof.fix or _FIX)
         if self._runner.is_auto:
             raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
         raise IncompatibleError(self.name, [problem])
@@ -290,7 +315,7 @@ def _merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[floa
         problem = Problem(
             "what the step returned for the micro-batches of a batch",
             f"it cannot be put together: {error}",
-            "Return tensors or lists with one entry per sample, or nothing; or set "
-            "`eval_micro_batch_size=None`.",
+            "Return tensors or lists with one entry per sample, or nothing; or use "
+            "`MicroBatching(..., evaluation=False)`.",
         )
-        raise IncompatibleError("eval_micro_batch_size", [problem]) from None
+        raise IncompatibleError("micro_batch_size", [problem]) from None
