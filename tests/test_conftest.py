@@ -1,5 +1,6 @@
 """One failing test never fails another."""
 
+import itertools
 import shutil
 import subprocess
 
@@ -13,7 +14,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.analysis.architectures import Architecture, Lit
 from tests.analysis.counting import count
 from tests.conftest import ProcessState, is_in_half, left_to_test_all, number_of_commit
-from tests.helpers import IN_CI, ResidentGrowth, nothing_waits
+from tests.helpers import IN_CI, ResidentGrowth, in_pairs, nothing_waits
 
 
 class _Fails(Lit):
@@ -104,6 +105,17 @@ def test_of_two_numbers_in_turn_each_case_is_in_the_half_of_one() -> None:
     first, second = ({case for case in cases if is_in_half(case, n)} for n in (6, 7))
     assert first ^ second == {*cases}
     assert 80 <= len(first) <= 120
+
+
+def test_each_pair_of_values_is_in_a_case_that_always_runs() -> None:
+    cases = in_pairs("abcd", [1, 2, 3], [True, False], ["x", "y"])
+    often = [case.values for case in cases if not case.marks]
+    assert len(cases) == 48
+    assert len(often) <= 14
+    for one, other in itertools.combinations(range(4), 2):
+        assert {(c[one], c[other]) for c in often} == {
+            (case.values[one], case.values[other]) for case in cases
+        }
 
 
 @pytest.mark.skipif(shutil.which("git") is None and not IN_CI, reason="needs git")
