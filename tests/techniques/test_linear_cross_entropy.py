@@ -129,40 +129,44 @@ def compare(p: Problem, settings: LossSettings, autocast: torch.dtype | None = N
     assert_no_worse([mine], [theirs], [truth], autocast or p.x.dtype)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("device", "dtype", "reduction", "smoothing", "weights", "labelled"),
     in_pairs(DEVICES, DTYPES, ["mean", "sum", "none"], [0.0, 0.1], [False, True], LABELLED),
     indirect=["device"],
 )
-def test_is_as_exact_as_the_ordinary_loss(device, dtype, reduction, smoothing, weights, labelled):
+def test_is_as_exact_as_the_ordinary_loss(dtype, reduction, smoothing, weights, labelled):
     p = make(dtype, weights=weights, labelled=labelled)
     compare(p, LossSettings(reduction, -100, smoothing, chunk_size=40))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("device", "dtype", "labelled", "chunk_size"),
     in_pairs(DEVICES, DTYPES, LABELLED, [None, 1, 7, ROWS, 10 * ROWS]),
     indirect=["device"],
 )
-def test_any_size_of_a_chunk(device, dtype, labelled, chunk_size):
+def test_any_size_of_a_chunk(dtype, labelled, chunk_size):
     compare(make(dtype, labelled=labelled), LossSettings(chunk_size=chunk_size))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("device", "dtype", "labelled", "bias"),
     in_pairs(DEVICES, [torch.bfloat16, torch.float16], LABELLED, [True, False]),
     indirect=["device"],
 )
-def test_is_as_exact_under_autocast(device, dtype, labelled, bias):
+def test_is_as_exact_under_autocast(dtype, labelled, bias):
     compare(make(torch.float32, bias=bias, labelled=labelled), LossSettings(), dtype)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("device", "frozen", "dtype", "labelled"),
     in_pairs(DEVICES, ["x", "weight", "bias"], [torch.float32, torch.bfloat16], LABELLED),
     indirect=["device"],
 )
-def test_leaves_out_what_is_frozen(device, frozen, dtype, labelled):
+def test_leaves_out_what_is_frozen(frozen, dtype, labelled):
     p = make(dtype, labelled=labelled)
     getattr(p, frozen).requires_grad_(False)
     compare(p, LossSettings())
