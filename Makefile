@@ -40,7 +40,7 @@ KERNEL_TESTS := $(PYTEST) -n $(WORKERS) tests/measure/test_live_tensors.py tests
 	-k "not test_predict or lstm or convolutions or unet or diffusion"
 
 CORE_TESTS := tests/techniques/test_contract.py tests/callbacks/test_memsave.py \
-	tests/callbacks/test_micro_batching.py tests/callbacks/test_cli.py tests/test_public_api.py
+	tests/callbacks/test_micro_batching.py tests/cli/test_flags.py tests/test_public_api.py
 
 .DEFAULT_GOAL := help
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tests.helpers import seed_torch
+from tests.helpers import seed_torch, set_other_defaults
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Fake tensors come and go by the thousand in a prediction: the collector runs twice as long with
@@ -66,12 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases = config.getoption("--cases")
     if cases != "all":
         number = chosen_number()
-        more = left_to_test_all(items, number)
+        left = {*left_to_test_all(items, number)}
         if cases == "half":
-            more = [item for item in more if not is_in_half(item.nodeid, number)]
-        left = set(more)
+            left -= half_of(left, items, number)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=more)
     # Two processes run the scenarios of these meanwhile.
     items.sort(key=_has_scenarios)
 
@@ -121,11 +120,32 @@ def left_to_test_all(items: Sequence[pytest.Item], number: int) -> list[pytest.I
         marker = item.get_closest_marker("daily")
         if marker is None or item in left:
             continue
-        name = item.nodeid.partition("[")[0]
-        if (numbers[name] + number) % marker.args[0]:
+        # Not each of many tests with a single case.
+        name = _name_of(item)
+        if (zlib.crc32(name.encode()) + numbers[name] + number) % marker.args[0]:
             more.append(item)
         numbers[name] += 1
     return more
+
+
+def half_of(left: set[pytest.Item], items: Sequence[pytest.Item], number: int) -> set[pytest.Item]:
+    """Give half of what was left out, and of each test at least one case."""
+    half = {item for item in left if is_in_half(item.nodeid, number)}
+    names = {_name_of(item) for item in items if item not in left or item in half}
+    for item in items:
+        if _name_of(item) not in names:
+            names.add(_name_of(item))
+            half.add(item)
+    return half
+
+
+def is_in_half(case: str, number: int) -> bool:
+    """Whether a case is in the half of this number; those of the next number are the others."""
+    return (zlib.crc32(case.encode()) + number) % 2 == 0
+
+
+def _name_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def _twins(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -141,25 +161,17 @@ def _twins(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return [pair[turn % 2] for turn, pair in enumerate(pairs)]
 
 
-def is_in_half(case: str, number: int) -> bool:
-    """Whether a case is in the half of this number; those of the next number are the others."""
-    return (zlib.crc32(case.encode()) + number) % 2 == 0
+# What is asked for by a number, as in `predict=20.0`, is predicted all the same.
+@pytest.fixture
+def no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the prediction of each fit, which takes up to a second and calls hooks."""
+    set_other_defaults("no_prediction", monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the prediction of each fit, which takes a second, where a test is not about it."""
-    if request.node.get_closest_marker("predicts") is None:
-        monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", None)
-        monkeypatch.setattr("lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S", None)
-
-
-@pytest.fixture(autouse=True)
-def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a stack save little, as it can in models of tests, where a test is not about that."""
-    if request.node.get_closest_marker("smallest_saving") is None:
-        name = "lightning_memsave.callbacks.settings.setting.SMALLEST_SAVING_BYTES"
-        monkeypatch.setattr(name, 0)
+@pytest.fixture
+def any_saving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stack save as little as it can in the models of tests."""
+    set_other_defaults("any_saving_counts", monkeypatch)
 
 
 @pytest.fixture

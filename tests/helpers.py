@@ -34,6 +34,15 @@ IN_CI = "MEMSAVE_CI" in os.environ
 """Whether `.ci/run` runs the tests, which installs the programs that they need."""
 OF_OPTIMIZER = (LowBitOptimizer, OptimizerInBackward)
 
+# What fits of small models do not need, by the name of the fixture that a test asks for it with.
+OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "no_prediction": {
+        "lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S": None,
+        "lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S": None,
+    },
+    "any_saving_counts": {"lightning_memsave.callbacks.settings.setting.SMALLEST_SAVING_BYTES": 0},
+}
+
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
@@ -44,6 +53,11 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def set_other_defaults(fixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OTHER_DEFAULTS[fixture].items():
+        monkeypatch.setattr(name, value)
 
 
 def in_pairs(*values: Sequence[Any]) -> list[Any]:

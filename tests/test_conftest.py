@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.analysis.architectures import Architecture, Lit
 from tests.analysis.counting import count
-from tests.conftest import ProcessState, is_in_half, left_to_test_all, number_of_commit
+from tests.conftest import ProcessState, half_of, left_to_test_all, number_of_commit
 from tests.helpers import IN_CI, ResidentGrowth, in_pairs, nothing_waits
 
 
@@ -89,21 +89,28 @@ def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> No
 
 def test_every_case_has_its_commit(request) -> None:
     items = made_items(request, *(f"test_{name}[{n}]" for name in "ab" for n in range(5)))
+    items[-1].add_marker(pytest.mark.exhaustive)
     for item in items[:5]:
         item.add_marker(pytest.mark.daily(2))
-    items[-1].add_marker(pytest.mark.exhaustive)
-
-    def left(number: int) -> list[str]:
-        return [item.name for item in left_to_test_all(items, number)]
-
-    assert left(0) == left(2) == ["test_b[4]", "test_a[1]", "test_a[3]"]
-    assert left(1) == ["test_b[4]", "test_a[0]", "test_a[2]", "test_a[4]"]
+    first, second = ({*left_to_test_all(items, number)} for number in (0, 1))
+    assert {*left_to_test_all(items, 2)} == first
+    assert first & second == {items[-1]}
+    assert first | second == {*items[:5], items[-1]}
 
 
-def test_of_two_numbers_in_turn_each_case_is_in_the_half_of_one() -> None:
-    cases = [f"test_a[{n}]" for n in range(200)]
-    first, second = ({case for case in cases if is_in_half(case, n)} for n in (6, 7))
-    assert first ^ second == {*cases}
+def test_single_cases_do_not_all_run_with_the_same_commits(request) -> None:
+    items = made_items(request, *(f"test_{n}" for n in range(60)))
+    for item in items:
+        item.add_marker(pytest.mark.daily(2))
+    assert 20 <= len(left_to_test_all(items, 0)) <= 40
+
+
+def test_of_what_is_left_half_runs_in_ci_and_of_each_test_something(request) -> None:
+    items = made_items(request, *(f"test_a[{n}]" for n in range(200)), "test_b", "test_c")
+    left = {*items[:-1]}
+    first, second = (half_of(left, items, number) for number in (6, 7))
+    assert first | second == left
+    assert first & second == {items[-2]}
     assert 80 <= len(first) <= 120
 
 

@@ -34,6 +34,8 @@ from tests.callbacks.lit import (
 from tests.cases import make_model
 from tests.helpers import snapshot
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 LIGHTNING = PACKAGES["lightning"]
 
 

@@ -109,16 +109,15 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
-@pytest.mark.predicts
 @pytest.mark.parametrize("family", PARAMS)
 @pytest.mark.daily(2)
+@pytest.mark.usefixtures("any_saving_counts")
 def test_the_bare_callback_trains(family):
     losses = fit(family, MemSaveCallback(report=False)).losses
     assert len(losses) == STEPS
     assert all(loss.isfinite() for loss in losses)
 
 
-@pytest.mark.predicts
 def test_kept_states_are_predicted_as_counted():
     """RecurrentGemma keeps states with the graph behind them: the prediction was 22 % too high."""
     callback = MemSaveCallback(stack="bitwise", report=False)
