@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from tests.conftest import number_of_commit
+from tests.conftest import chosen_number
 from tests.helpers import assert_bitwise_equal, seed_all, train
 from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, caches_off
 from tests.techniques.hugging_face_inputs import make_inputs
@@ -30,7 +29,7 @@ STEPS = 3
 ALWAYS = ("bamba", "lfm2", "recurrent_gemma", "pi0")
 # `make test` tries some of the others, other ones for each commit.
 NUM_SLICES = math.ceil(len(FAMILIES) / 3)
-SOME = FAMILIES[number_of_commit(Path(__file__).parent) % NUM_SLICES :: NUM_SLICES]
+SOME = FAMILIES[chosen_number() % NUM_SLICES :: NUM_SLICES]
 # Micro-batches are compared in evaluation, where nothing is dropped.
 NOT_IN_EVALUATION = {
     **dict.fromkeys(
