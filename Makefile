@@ -30,13 +30,17 @@ export TOKENIZERS_PARALLELISM := false
 CODE := lightning_memsave tests examples benchmarks
 # Two workers on two cores: torch's own threads would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+WORK := -n $(WORKERS) --dist worksteal
+PYTEST_ALL := $(PYTEST) $(WORK) --ignore=tests/benchmarks
+# Of long products some cases, other ones for each commit, or half, or all: tests/conftest.py.
+CASES ?= some
 
 KERNEL_TESTS := $(PYTEST) -n $(WORKERS) tests/measure/test_live_tensors.py tests/measure/test_peak.py \
 	tests/prediction/test_peaks.py tests/prediction/test_predict.py \
 	-k "not test_predict or lstm or convolutions or unet or diffusion"
 
 CORE_TESTS := tests/techniques/test_contract.py tests/callbacks/test_memsave.py \
-	tests/callbacks/test_micro_batching.py tests/callbacks/test_cli.py tests/test_public_api.py
+	tests/callbacks/test_micro_batching.py tests/cli/test_flags.py tests/test_public_api.py
 
 .DEFAULT_GOAL := help
 
@@ -50,17 +54,21 @@ demo: $(READY)  ## Train a real BERT with and without MemSaveCallback, and compa
 	$(PYTHON) examples/demo.py
 
 .PHONY: test
-test: $(READY)  ## Run the tests
-	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=50 -m "not exhaustive" $(PYTEST_ARGS)
+test: $(READY)  ## Run the tests; CASES=half runs half of what takes long, too
+	$(PYTEST_ALL) --cases=$(CASES) --durations=50 $(PYTEST_ARGS)
 
 # Not part of `test`: tracing branches costs a fifth of its time.
 .PHONY: coverage
 coverage: $(READY)  ## Run the tests, and fail below the coverage that pyproject.toml asks for
-	$(PYTEST) -n $(WORKERS) --dist worksteal --cov --cov-report=term -m "not exhaustive" $(PYTEST_ARGS)
+	$(PYTEST_ALL) --cases=$(CASES) --cov --cov-report=term $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(READY)  ## Run the tests that take long as well
-	$(PYTEST) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST_ALL) $(PYTEST_ARGS)
+
+.PHONY: test-benchmarks
+test-benchmarks: $(READY)  ## The tests of the benchmarks
+	$(PYTEST) $(WORK) --cases=$(CASES) tests/benchmarks $(PYTEST_ARGS)
 
 # What a kernel does depends on the CPU: the same tests as CPUs without AVX-512, and without AVX,
 # would run them.
@@ -73,13 +81,12 @@ test-cpus: $(READY)  ## The tests that depend on kernels, as on older CPUs
 .PHONY: test-lowest
 test-lowest: $(LOWEST)/.ready  ## The contract and a core of the tests, with the lowest versions of pyproject.toml
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) -o filterwarnings= \
-		-m "not exhaustive" $(CORE_TESTS) $(PYTEST_ARGS)
+		--cases=some $(CORE_TESTS) $(PYTEST_ARGS)
 
 # Made anew each time, without the constraints: what a stranger gets today.
 .PHONY: test-newest
 test-newest: newest  ## The tests with the newest versions of all packages
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
-		-m "not exhaustive" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=some $(PYTEST_ARGS)
 
 .PHONY: newest
 newest:
@@ -95,7 +102,7 @@ constraints: newest  ## Pin the newest versions of all packages in constraints.t
 		grep -vE '^(torch==|triton|cuda-|nvidia-(cu|n[cv]|cublas))' > $(CONSTRAINTS)
 
 .PHONY: check
-check: $(READY) lint docs test  ## What CI runs: format, lint, types, spelling, the site, tests
+check: $(READY) lint docs test-benchmarks test  ## Format, lint, types, spelling, the site, tests
 
 .PHONY: lint
 lint: $(READY)  ## Only the linters
@@ -123,15 +130,15 @@ VGPU_PYTHON := $(VGPU_VENV)/bin/python
 READY_VGPU := $(VGPU_VENV)/.ready
 endif
 PYTEST_VGPU := VGPU_COMPUTE=1 VGPU_STRICT=1 VGPU_MEMORY=3GiB OMP_NUM_THREADS=1 \
-	tests/virtual_gpu/run $(VGPU_PYTHON) -m pytest -n $(WORKERS) --dist worksteal
+	tests/virtual_gpu/run $(VGPU_PYTHON) -m pytest $(WORK)
 # What differs between cards: whether there is bfloat16, and what cuBLAS keeps.
 CARD_TESTS := tests/virtual_gpu/test_fits.py tests/callbacks tests/measure tests/prediction
 
 .PHONY: test-vgpu
 test-vgpu: $(READY_VGPU)  ## The tests that need a CUDA device, on a virtual one
-	VGPU=rtx3060 $(PYTEST_VGPU) -m "gpu and not exhaustive" $(PYTEST_ARGS) tests
-	VGPU=t4 $(PYTEST_VGPU) -m "gpu and not exhaustive" $(PYTEST_ARGS) $(CARD_TESTS)
-	VGPU=h100 $(PYTEST_VGPU) -m "gpu and not exhaustive" $(PYTEST_ARGS) $(CARD_TESTS)
+	VGPU=rtx3060 $(PYTEST_VGPU) -m gpu --cases=some $(PYTEST_ARGS) tests
+	VGPU=t4 $(PYTEST_VGPU) -m gpu --cases=some $(PYTEST_ARGS) $(CARD_TESTS)
+	VGPU=h100 $(PYTEST_VGPU) -m gpu --cases=some $(PYTEST_ARGS) $(CARD_TESTS)
 
 .PHONY: test-vgpu-all
 test-vgpu-all: $(READY_VGPU)  ## The same, and what takes long, on each virtual GPU

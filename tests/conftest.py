@@ -1,4 +1,4 @@
-"""Seeds, turns of two packages, and a check after each test that nothing global was left behind."""
+"""Seeds, which cases run, and a check after each test that nothing global was left behind."""
 
 import functools
 import gc
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tests.helpers import seed_torch
+from tests.helpers import seed_torch, set_other_defaults
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Fake tensors come and go by the thousand in a prediction: the collector runs twice as long with
@@ -36,14 +37,40 @@ if not torch.cuda.is_available():
 PACKAGES = ("lightning", "lightning.pytorch", "pytorch_lightning")  # as ids of tests name them
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+CASES_OF = "MEMSAVE_CASES_OF"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        choices=("some", "half", "all"),
+        default="all",
+        help=f"of long products: some cases, half of the others too, or all (the default). Which "
+        f"ones, depends on what is committed, or on the number {CASES_OF} in the environment",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    cases, number = config.getoption("--cases"), chosen_number()
+    if cases == "all":
+        return "cases: all"
+    return f"cases: {cases}, those of {number:x} (`{CASES_OF}={number:x}` runs the same)"
+
+
+@pytest.hookimpl(tryfirst=True)  # before other files choose
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = "needs a CUDA device, and torch sees none"
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=reason))
-    take_turns(items)
-    leave_for_other_commits(items, number_of_commit(Path(__file__).parent))
+    cases = config.getoption("--cases")
+    if cases != "all":
+        number = chosen_number()
+        left = {*left_to_test_all(items, number)}
+        if cases == "half":
+            left -= half_of(left, items, number)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     # Two processes run the scenarios of these meanwhile.
     items.sort(key=_has_scenarios)
 
@@ -64,58 +91,87 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ranks.start(session)
 
 
-def take_turns(items: Sequence[pytest.Item]) -> None:
-    """Leave to `make test-all` one of two tests that differ in the package alone, in turns."""
-    twins: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        name, _, case = item.nodeid.partition("[")
-        parts = case.rstrip("]").split("-")
-        package = next((part for part in parts if part in PACKAGES), None)
-        if package is not None and item.get_closest_marker("exhaustive") is None:
-            parts.remove(package)
-            twins.setdefault(f"{name}{parts}", []).append(item)
-    pairs = [pair for pair in twins.values() if len(pair) == 2]
-    for turn, pair in enumerate(pairs):
-        pair[turn % 2].add_marker(pytest.mark.exhaustive)
+@functools.cache
+def chosen_number() -> int:
+    """Read the number that chooses cases: the one given, or the hash of what is committed."""
+    given = os.environ.get(CASES_OF)
+    return int(given, 16) if given else number_of_commit(Path(__file__).parent)
 
 
 def number_of_commit(folder: Path) -> int:
-    """Read the hash of what is committed there as a number; 0 outside of a repository."""
+    """Read the start of the hash of what is committed there; 0 outside of a repository."""
     git = shutil.which("git")
     if git is None:
         return 0
     command = [git, "-C", str(folder), "rev-parse", "--verify", "--quiet", "HEAD^{tree}"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return int(found.stdout, 16) if found.returncode == 0 else 0
+    return int(found.stdout[:12], 16) if found.returncode == 0 else 0
 
 
-def leave_for_other_commits(items: Sequence[pytest.Item], commit: int) -> None:
-    """Of tests that are marked ``daily(n)``, leave all cases but each n-th one to `test-all`."""
-    numbers: Counter[str] = Counter()
+def left_to_test_all(items: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
+    """Give what `make test` leaves out: what is ``exhaustive``, and all but a share of the rest.
+
+    Of two tests that differ in the package alone, one; of those ``daily(n)``, all but each n-th.
+    """
+    more = [item for item in items if item.get_closest_marker("exhaustive")]
+    more += _twins([item for item in items if item.get_closest_marker("exhaustive") is None])
+    left, numbers = set(more), Counter[str]()
     for item in items:
         marker = item.get_closest_marker("daily")
-        if marker is None or item.get_closest_marker("exhaustive") is not None:
+        if marker is None or item in left:
             continue
-        name = item.nodeid.partition("[")[0]
-        if (numbers[name] + commit) % marker.args[0]:
-            item.add_marker(pytest.mark.exhaustive)
+        # Not each of many tests with a single case.
+        name = _name_of(item)
+        if (zlib.crc32(name.encode()) + numbers[name] + number) % marker.args[0]:
+            more.append(item)
         numbers[name] += 1
+    return more
 
 
-@pytest.fixture(autouse=True)
-def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the prediction of each fit, which takes a second, where a test is not about it."""
-    if request.node.get_closest_marker("predicts") is None:
-        monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", None)
-        monkeypatch.setattr("lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S", None)
+def half_of(left: set[pytest.Item], items: Sequence[pytest.Item], number: int) -> set[pytest.Item]:
+    """Give half of what was left out, and of each test at least one case."""
+    half = {item for item in left if is_in_half(item.nodeid, number)}
+    names = {_name_of(item) for item in items if item not in left or item in half}
+    for item in items:
+        if _name_of(item) not in names:
+            names.add(_name_of(item))
+            half.add(item)
+    return half
 
 
-@pytest.fixture(autouse=True)
-def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a stack save little, as it can in models of tests, where a test is not about that."""
-    if request.node.get_closest_marker("smallest_saving") is None:
-        name = "lightning_memsave.callbacks.settings.setting.SMALLEST_SAVING_BYTES"
-        monkeypatch.setattr(name, 0)
+def is_in_half(case: str, number: int) -> bool:
+    """Whether a case is in the half of this number; those of the next number are the others."""
+    return (zlib.crc32(case.encode()) + number) % 2 == 0
+
+
+def _name_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _twins(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    twins: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        parts = case.rstrip("]").split("-")
+        package = next((part for part in parts if part in PACKAGES), None)
+        if package is not None:
+            parts.remove(package)
+            twins.setdefault(f"{name}{parts}", []).append(item)
+    pairs = [pair for pair in twins.values() if len(pair) == 2]
+    return [pair[turn % 2] for turn, pair in enumerate(pairs)]
+
+
+# What is asked for by a number, as in `predict=20.0`, is predicted all the same.
+@pytest.fixture
+def no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the prediction of each fit, which takes up to a second and calls hooks."""
+    set_other_defaults("no_prediction", monkeypatch)
+
+
+@pytest.fixture
+def any_saving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stack save as little as it can in the models of tests."""
+    set_other_defaults("any_saving_counts", monkeypatch)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +34,15 @@ IN_CI = "MEMSAVE_CI" in os.environ
 """Whether `.ci/run` runs the tests, which installs the programs that they need."""
 OF_OPTIMIZER = (LowBitOptimizer, OptimizerInBackward)
 
+# What fits of small models do not need, by the name of the fixture that a test asks for it with.
+OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "no_prediction": {
+        "lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S": None,
+        "lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S": None,
+    },
+    "any_saving_counts": {"lightning_memsave.callbacks.settings.setting.SMALLEST_SAVING_BYTES": 0},
+}
+
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
@@ -42,6 +53,28 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def set_other_defaults(fixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OTHER_DEFAULTS[fixture].items():
+        monkeypatch.setattr(name, value)
+
+
+def in_pairs(*values: Sequence[Any]) -> list[Any]:
+    """Cases of a whole product; in `make test` a few, in which each two values are together."""
+    cases = list(itertools.product(*values))
+    # Values as their places: not all have a hash.
+    places = [list(enumerate(c)) for c in itertools.product(*(range(len(v)) for v in values))]
+    pairs_of = [{*itertools.combinations(place, 2)} for place in places]
+    missing, chosen = set().union(*pairs_of), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(pairs_of[number] & missing))
+        chosen.add(best)
+        missing -= pairs_of[best]
+    return [
+        pytest.param(*case, marks=() if number in chosen else pytest.mark.exhaustive)
+        for number, case in enumerate(cases)
+    ]
 
 
 def adamw(model: nn.Module, **options: Any) -> Optimizer:

@@ -1,5 +1,6 @@
 """One failing test never fails another."""
 
+import itertools
 import shutil
 import subprocess
 
@@ -10,13 +11,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave.measure.live_tensors import LiveTensors
-from tests.conftest import (
-    ProcessState,
-    leave_for_other_commits,
-    number_of_commit,
-    take_turns,
-)
-from tests.helpers import IN_CI, ResidentGrowth, nothing_waits
+from tests.conftest import ProcessState, half_of, left_to_test_all, number_of_commit
+from tests.helpers import IN_CI, ResidentGrowth, in_pairs, nothing_waits
 from tests.prediction.architectures import Architecture, Lit
 from tests.prediction.counting import count
 
@@ -72,17 +68,19 @@ def test_a_mode_in_which_each_wait_is_an_error_is_taken_back() -> None:
     assert torch.ones(1, device="cuda").item() == 1.0
 
 
+def made_items(request, *names: str) -> list[pytest.Item]:
+    return [
+        pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
+        for name in names
+    ]
+
+
 def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> None:
     names = [
         f"test_a[{package}-{n}]" for n in range(3) for package in ("lightning", "pytorch_lightning")
     ]
-    names += ["test_b[lightning]", "test_c[dropout]", "test_c[lstm]"]
-    items = [
-        pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
-        for name in names
-    ]
-    take_turns(items)
-    assert [item.name for item in items if item.get_closest_marker("exhaustive")] == [
+    items = made_items(request, *names, "test_b[lightning]", "test_c[dropout]", "test_c[lstm]")
+    assert [item.name for item in left_to_test_all(items, 0)] == [
         "test_a[lightning-0]",
         "test_a[pytorch_lightning-1]",
         "test_a[lightning-2]",
@@ -90,23 +88,41 @@ def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> No
 
 
 def test_every_case_has_its_commit(request) -> None:
-    def chosen(commit: int) -> list[str]:
-        items = [
-            pytest.Function.from_parent(
-                request.node.parent, name=f"{name}[{n}]", callobj=lambda: None
-            )
-            for name in ("test_a", "test_b")
-            for n in range(5)
-        ]
-        for item in items[:5]:
-            item.add_marker(pytest.mark.daily(2))
-        leave_for_other_commits(items, commit)
-        return [item.name for item in items if item.get_closest_marker("exhaustive") is None]
+    items = made_items(request, *(f"test_{name}[{n}]" for name in "ab" for n in range(5)))
+    items[-1].add_marker(pytest.mark.exhaustive)
+    for item in items[:5]:
+        item.add_marker(pytest.mark.daily(2))
+    first, second = ({*left_to_test_all(items, number)} for number in (0, 1))
+    assert {*left_to_test_all(items, 2)} == first
+    assert first & second == {items[-1]}
+    assert first | second == {*items[:5], items[-1]}
 
-    others = [f"test_b[{n}]" for n in range(5)]
-    assert chosen(0) == ["test_a[0]", "test_a[2]", "test_a[4]", *others]
-    assert chosen(1) == ["test_a[1]", "test_a[3]", *others]
-    assert chosen(2) == chosen(0)
+
+def test_single_cases_do_not_all_run_with_the_same_commits(request) -> None:
+    items = made_items(request, *(f"test_{n}" for n in range(60)))
+    for item in items:
+        item.add_marker(pytest.mark.daily(2))
+    assert 20 <= len(left_to_test_all(items, 0)) <= 40
+
+
+def test_of_what_is_left_half_runs_in_ci_and_of_each_test_something(request) -> None:
+    items = made_items(request, *(f"test_a[{n}]" for n in range(200)), "test_b", "test_c")
+    left = {*items[:-1]}
+    first, second = (half_of(left, items, number) for number in (6, 7))
+    assert first | second == left
+    assert first & second == {items[-2]}
+    assert 80 <= len(first) <= 120
+
+
+def test_each_pair_of_values_is_in_a_case_that_always_runs() -> None:
+    cases = in_pairs("abcd", [1, 2, 3], [True, False], ["x", "y"])
+    often = [case.values for case in cases if not case.marks]
+    assert len(cases) == 48
+    assert len(often) <= 14
+    for one, other in itertools.combinations(range(4), 2):
+        assert {(c[one], c[other]) for c in often} == {
+            (case.values[one], case.values[other]) for case in cases
+        }
 
 
 @pytest.mark.skipif(shutil.which("git") is None and not IN_CI, reason="needs git")
@@ -136,7 +152,7 @@ def test_the_cases_of_a_commit_are_always_the_same(tmp_path) -> None:
     first, second = committed("1"), committed("2")
     assert 0 != first != second
     assert committed("1") == first  # by what is in it, not by when it was made
-    assert first == int(git("rev-parse", "HEAD^{tree}"), 16)
+    assert first == int(git("rev-parse", "HEAD^{tree}")[:12], 16)
 
 
 def test_memory_that_is_there_for_a_moment_is_seen() -> None:

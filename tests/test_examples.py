@@ -15,7 +15,6 @@ import torch
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # What runs in this process is to be what a user would see.
-pytestmark = [pytest.mark.predicts, pytest.mark.smallest_saving]
 
 
 def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

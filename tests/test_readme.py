@@ -50,7 +50,6 @@ NUM_SHOWN = {
         pytest.param(LONG, None, id=f"whole {name_of(LONG)}", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.predicts
 def test_code_on_the_page_runs(page, end, capsys, caplog, monkeypatch):
     # A loaded machine is no reason for a prediction not to be there.
     monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", 600.0)
@@ -187,7 +186,6 @@ class TestJson:
         keys = {key for key, _ in rows_below(self.PAGE, heading)}
         return keys | {re.sub(r"(\[\])?\.\w+$", "", key) for key in keys if "." in key}
 
-    @pytest.mark.predicts
     def test_report(self, prediction):
         trainer = Trainer(max_steps=2, callbacks=[MemSaveCallback()], logger=False)
         trainer.fit(BoringModel())

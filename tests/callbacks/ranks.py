@@ -23,8 +23,7 @@ import pytest
 from filelock import FileLock
 from torch import distributed
 
-from lightning_memsave.callbacks.settings import arguments as _arguments
-from lightning_memsave.callbacks.settings import setting as _setting
+from tests.helpers import OTHER_DEFAULTS, set_other_defaults
 
 Notes = dict[str, Any]
 Report = Callable[[str], list[Notes]]
@@ -122,16 +121,23 @@ def launch(root: Path, scripts: list[str]) -> None:
 
 
 def main(root: str, *scripts: str) -> None:
-    # As in `conftest`: predictions take time, and call the hooks that tests listen to.
-    vars(_arguments)["TIME_LIMIT_S"] = None
-    vars(_setting)["SMALLEST_SAVING_BYTES"] = 0  # of small models, too
     for script in scripts:
         parts = Path(script).relative_to(Path(__file__).parents[2]).with_suffix("").parts
         module = importlib.import_module(".".join(parts))
         more = getattr(module, "MORE_SCENARIOS", {}) if WITH_MORE in os.environ else {}
-        write_notes(Path(root) / parts[-1], module.SCENARIOS | more)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for fixture in OTHER_DEFAULTS.keys() & _fixtures_of(module):
+                set_other_defaults(fixture, monkeypatch)
+            write_notes(Path(root) / parts[-1], module.SCENARIOS | more)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _fixtures_of(module: Any) -> set[str]:
+    """Give the fixtures that all tests of a file ask for."""
+    found = getattr(module, "pytestmark", [])
+    marks = found if isinstance(found, list) else [found]
+    return {name for mark in marks if mark.name == "usefixtures" for name in mark.args}
 
 
 if __name__ == "__main__":

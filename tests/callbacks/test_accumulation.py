@@ -12,6 +12,8 @@ from lightning_memsave.errors import ExactnessWarning, IncompatibleError, Memsav
 from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, make_lit, make_trainer
 from tests.cases import WIDTH
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 
 def only_accumulate(num_batches: int) -> MemSaveCallback:
     return MemSaveCallback(

@@ -21,6 +21,8 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from tests.callbacks.lit import fit, make_lit, make_trainer
 from tests.helpers import snapshot
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 NAN, INF = float("nan"), float("inf")
 
 
@@ -104,6 +106,11 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         for wrong in any_of("", "Bitwise", None, 1, True, ["bitwise"], {})
     ),
     ({"exactness": "bitwise", "micro_batch_size": 2}, r"or `micro_batch_size=None`"),
+    ({"exactness": "bitwise", "eval_micro_batch_size": 2}, r"or `eval_micro_batch_size=None`"),
+    (
+        {"exactness": "rounding", "low_precision_weights": LowPrecisionWeights()},
+        r"or `low_precision_weights=None`",
+    ),
     ({"exactness": "bitwise", "chunked_cross_entropy": True}, r"or `chunked_cross_entropy=None`"),
     ({"exactness": "bitwise", "attention": "sdpa"}, r"or `attention=None`"),
     ({"exactness": "bitwise", "accumulate_grad_batches": 2}, r"Use `exactness='rounding'`"),

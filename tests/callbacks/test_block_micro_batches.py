@@ -13,6 +13,8 @@ from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import PACKAGES, fit, make_lit, rows_of
 from tests.callbacks.test_offload import peak_of, silent_lit
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 
 def only(**settings: Any) -> MemSaveCallback:
     quiet: dict[str, Any] = {"predict": False, "report": False}

@@ -22,6 +22,9 @@ from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
 from tests.helpers import snapshot
 from tests.out_of_memory import MESSAGE
 
+# Predictions of many plans take long.
+pytestmark = pytest.mark.daily(2)
+
 WIDTH = 64
 
 
@@ -75,7 +78,6 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("share", [0.45, 0.6])
-@pytest.mark.predicts
 @pytest.mark.daily(2)
 def test_a_fit_stays_within_its_budget_and_trains_the_same(package, share, plain):
     losses, state, plain_bytes = plain
@@ -96,7 +98,6 @@ def test_a_fit_stays_within_its_budget_and_trains_the_same(package, share, plain
     assert "times the time" in row.details[1]
 
 
-@pytest.mark.predicts
 def test_the_report_holds_the_frontier(tmp_path, plain):
     budget = plain[2] // 2
     callback = MemSaveCallback(budget=budget, exactness="bitwise")
@@ -111,7 +112,6 @@ def test_the_report_holds_the_frontier(tmp_path, plain):
     assert len(found["frontier"]) > 2
 
 
-@pytest.mark.predicts
 def test_what_cannot_fit_ends_before_training_and_changes_nothing():
     lit = encoder()
     before = snapshot(lit.model)
@@ -124,7 +124,6 @@ def test_what_cannot_fit_ends_before_training_and_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "parameters", True])
-@pytest.mark.predicts
 @pytest.mark.daily(3)
 def test_what_is_offloaded_stays_so_and_the_rest_is_planned(kind, plain):
     losses, state, plain_bytes = plain
@@ -140,7 +139,6 @@ def test_what_is_offloaded_stays_so_and_the_rest_is_planned(kind, plain):
     assert callback.plan.plan.prediction.peak.host_bytes > 0
 
 
-@pytest.mark.predicts
 def test_given_settings_stay(plain):
     callback = MemSaveCallback(activation_checkpointing=None, optimizer=None, budget=plain[2] // 2)
     fit(encoder(), callback)
@@ -164,7 +162,6 @@ class FailsAt(pl.Callback):
     ("num_failures", "settings"),
     [(1, {}), (2, {}), (3, {}), (2, {"offload": "optimizer"}), (2, {"offload": True})],
 )
-@pytest.mark.predicts
 @pytest.mark.daily(5)
 def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failures, settings, plain):
     losses, state, plain_bytes = plain
@@ -180,7 +177,6 @@ def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failure
     assert ("changed, as memory ran out" in details) is (num_failures > 1)
 
 
-@pytest.mark.predicts
 def test_after_the_last_plan_the_run_ends(plain):
     callback = MemSaveCallback(budget=plain[2], exactness="bitwise")
     why = r"(?s)micro-batches would change results.*Use `budget=\"auto\"`"
@@ -188,7 +184,6 @@ def test_after_the_last_plan_the_run_ends(plain):
         fit(encoder(), callback, FailsAt(2, 100))
 
 
-@pytest.mark.predicts
 def test_after_the_last_plan_batches_are_split_where_that_is_allowed(plain):
     callback = MemSaveCallback(budget="1GiB", exactness="rounding", predict=60)
     fit(encoder(), callback, FailsAt(2, 5))
@@ -226,7 +221,6 @@ def contrast(vectors: Tensor) -> Tensor:
     return nn.functional.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
 
 
-@pytest.mark.predicts
 def test_a_search_that_is_cut_off_does_not_end_the_fit():
     callback = MemSaveCallback(budget="1GiB", predict=1e-9)
     with pytest.warns(MemsaveWarning, match="repeated with 2"):  # the plan is not known to fit
@@ -256,7 +250,6 @@ def plain_fit(lit: Any) -> tuple[list[float], int]:
     return losses, callback.monitor.summary.peak_bytes or 0
 
 
-@pytest.mark.predicts
 def test_the_proof_of_the_loss_needs_no_more_than_the_planned_step():
     budget = plain_fit(lit_of(Wide, False, 8))[1] // 4
     found = []
@@ -273,7 +266,6 @@ def test_the_proof_of_the_loss_needs_no_more_than_the_planned_step():
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.predicts
 def test_a_loss_that_cannot_be_split_gets_a_plan_with_whole_batches():
     losses, plain_bytes = plain_fit(lit_of(Contrastive, 2, 4))
     budget_bytes = int(0.7 * plain_bytes)
@@ -291,7 +283,6 @@ def test_a_loss_that_cannot_be_split_gets_a_plan_with_whole_batches():
     assert "its loss cannot be split" in rows["micro_batch_size"].details[1]
 
 
-@pytest.mark.predicts
 def test_a_loss_that_cannot_be_split_ends_the_fit_where_only_micro_batches_fit():
     budget = plain_fit(lit_of(Wide, True, 8))[1] // 2
     callback = MemSaveCallback(budget=budget, **ONLY_IN_PARTS)
@@ -312,7 +303,6 @@ class FailsInBackward(pl.Callback):
             pl_module.model.blocks[0].linear1.weight.register_hook(fail)
 
 
-@pytest.mark.predicts
 def test_advice_after_a_failed_backward_pass_is_a_smaller_budget(plain):
     callback = MemSaveCallback(budget=plain[2], optimizer_in_backward=True, exactness="bitwise")
     why = r"(?s)has updated parameters already.*a smaller budget, such as `budget=\"\d+MiB\"`"
@@ -321,7 +311,6 @@ def test_advice_after_a_failed_backward_pass_is_a_smaller_budget(plain):
     assert "micro_batch_size=" not in str(failure.value)
 
 
-@pytest.mark.predicts
 def test_allocator_retries_change_to_a_smaller_plan(plain):
     class Retries(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -336,7 +325,6 @@ def test_allocator_retries_change_to_a_smaller_plan(plain):
     assert "changed, as the allocator retried 3 times" in rows_of(callback)["budget"].details
 
 
-@pytest.mark.predicts
 def test_a_higher_peak_than_predicted_changes_to_a_smaller_plan(plain):
     """A callback of the user holds tensors that no prediction can know."""
 
@@ -353,7 +341,6 @@ def test_a_higher_peak_than_predicted_changes_to_a_smaller_plan(plain):
     assert "above the predicted one" in note
 
 
-@pytest.mark.predicts
 def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
     plain_bytes = plain[2]
     path = tmp_path / "half.ckpt"
@@ -406,8 +393,6 @@ def test_a_compiled_module_cannot_be_planned():
 BAD = [
     (-1, "is not above 0"),
     (0, "leaves no memory"),
-    (0.0, "leaves no memory"),
-    (-0.5, "is not above 0"),
     (1.5, "share of more than all"),
     (float("nan"), "is not above 0"),
     (float("inf"), "share of more than all"),
@@ -416,13 +401,9 @@ BAD = [
     (4096, "is a number of bytes"),
     ("", "is not a number with a unit"),
     ("12", "has no unit"),
-    ("12.5", "has no unit"),
     ("-12GiB", "is negative"),
-    ("12 Gigabyte", "is not a number with a unit"),
     ("12TiBB", "is not a number with a unit"),
-    ("0GiB", "is less than 1 MiB"),
     ("5KiB", "is less than 1 MiB"),
-    ("much", "is not a number with a unit"),
     ("Auto", "is not a number with a unit"),
 ]
 
@@ -434,10 +415,9 @@ def test_wrong_budgets_are_refused_with_what_to_type(budget, why):
     assert 'Use a size such as `budget="12GiB"`' in str(failure.value)
 
 
-@pytest.mark.parametrize("stack", ["classic", "bitwise", "single_gpu", "off"])
-def test_a_stack_beside_a_budget_is_refused(stack):
+def test_a_stack_beside_a_budget_is_refused():
     with pytest.raises(ConfigurationError, match="Remove one of the two"):
-        MemSaveCallback(budget="1GiB", stack=stack)
+        MemSaveCallback(budget="1GiB", stack="off")
 
 
 def test_more_than_the_device_has_is_refused():
@@ -452,7 +432,6 @@ def test_a_fit_without_batches_is_refused():
         trainer.fit(encoder())
 
 
-@pytest.mark.predicts
 @pytest.mark.parametrize("budget", [0.5, "auto"])
 @pytest.mark.daily(2)
 def test_shares_and_free_memory(budget):
@@ -492,7 +471,6 @@ class Grabs(pl.Callback):
         self.held = torch.empty(4 * 2**30, dtype=torch.uint8, device=pl_module.device)
 
 
-@pytest.mark.predicts
 def test_details_of_what_is_planned_may_be_given(plain):
     callback = MemSaveCallback(
         budget=plain[2] // 2,
@@ -512,7 +490,6 @@ def test_details_of_what_is_planned_may_be_given(plain):
     assert unlimited._settings.find(BudgetSetting)._plan.settings["activation_checkpointing"]
 
 
-@pytest.mark.predicts
 def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, plain):
     def in_parts(batch: Tensor, size: int) -> list[Tensor]:  # a local function cannot be pickled
         return list(batch.split(size))

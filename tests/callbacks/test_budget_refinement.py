@@ -75,7 +75,6 @@ class Holds(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.predicts
 def test_memory_that_cannot_be_predicted_changes_the_plan_three_times_also_resumed(tmp_path, plain):
     losses, state, plain_bytes = plain
     path = tmp_path / "six.ckpt"
@@ -158,7 +157,6 @@ def small(plain, tmp_path_factory) -> tuple[Path, Plan]:
     ("phase", "seconds", "is_worth_it"),
     [("backward", 0.2, True), ("forward", 0.6, False), ("optimizer", 0.6, False)],
 )
-@pytest.mark.predicts
 @pytest.mark.daily(3)
 def test_measured_times_decide_whether_a_faster_plan_is_worth_a_change(
     phase, seconds, is_worth_it, plain, small
@@ -181,7 +179,6 @@ def test_measured_times_decide_whether_a_faster_plan_is_worth_a_change(
         assert watches.plans[-1] == plan
 
 
-@pytest.mark.predicts
 def test_a_loss_that_cannot_be_split_is_not_changed_to_micro_batches(small):
     class Root(Encoder):
         def forward(self, x: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ def in_parts(plain, tmp_path_factory) -> tuple[Any, Any]:
     return path, callback.plan.plan
 
 
-@pytest.mark.predicts
 def test_a_run_that_may_change_less_has_whole_batches_again(plain, in_parts):
     path, plan = in_parts
     assert plan.settings["micro_batch_size"] < BATCH
@@ -65,7 +64,6 @@ def test_a_run_that_may_change_less_has_whole_batches_again(plain, in_parts):
         assert all(p.exactness == "bitwise" or sizes != {BATCH} for p in callback.plan.ladder)
 
 
-@pytest.mark.predicts
 def test_a_second_fit_has_a_plan_of_its_own(plain):
     callback = MemSaveCallback(budget=plain[1] // 2, **ONLY_IN_PARTS)
     fit(lit_of(Wide, False, BATCH), callback)
@@ -80,7 +78,6 @@ def test_a_second_fit_has_a_plan_of_its_own(plain):
     assert callback.plan is not None
 
 
-@pytest.mark.predicts
 def test_table_and_report_show_the_plan_in_force(plain, tmp_path):
     callback = MemSaveCallback(budget=int(0.6 * plain[1]), **ONLY_IN_PARTS)
     fit(lit_of(Wide, False, BATCH), callback, FailsAt(2, 2), default_root_dir=tmp_path)

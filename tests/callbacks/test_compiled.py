@@ -15,6 +15,7 @@ from lightning_memsave.techniques.registry import entries
 from tests.callbacks.lit import make_trainer, rows_of
 
 pytestmark = [
+    pytest.mark.usefixtures("no_prediction"),
     pytest.mark.slow,
     # Graphs that are made anew for other sizes or modes are no concern of these tests.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),

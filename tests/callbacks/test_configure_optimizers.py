@@ -25,6 +25,8 @@ from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from tests.callbacks.lit import make_lit, make_trainer
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 PACKAGES = [lightning.pytorch, pytorch_lightning]
 
 

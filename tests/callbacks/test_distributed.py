@@ -315,7 +315,10 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
 # --- what pytest compares ---
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.usefixtures("no_prediction", "any_saving_counts"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,10 @@ def gradient_bytes(module):
     return sum(4 * p.numel() for p in module.parameters())
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+pytestmark = [
+    pytest.mark.usefixtures("no_prediction"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
 
 
 def test_lightning_keeps_old_gradients_in_forward():

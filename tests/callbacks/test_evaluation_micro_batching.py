@@ -15,7 +15,10 @@ from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 # What Lightning says of lists of strings in a batch, with and without us.
-pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+pytestmark = [
+    pytest.mark.usefixtures("no_prediction"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
+]
 
 
 @pytest.fixture(params=PACKAGES)

@@ -15,6 +15,8 @@ from lightning_memsave.callbacks.settings import setting as _setting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 
 def late(lit: Any) -> Any:
     model, lit.model = lit.model, None
@@ -99,7 +101,6 @@ def test_a_bare_callback_warns_of_nothing_that_it_does_not_find(recwarn):
 class TestSmallestSaving:
     """The state of AdamW is 8 bytes per parameter, and 2.03 in 8 bits."""
 
-    @pytest.mark.smallest_saving
     @pytest.mark.parametrize(("width", "status"), [(1700, "off"), (2000, "on")])
     def test_of_8bit_state(self, width, status):
         model = nn.Sequential(nn.Linear(64, width), nn.Linear(width, width))
@@ -114,20 +115,17 @@ class TestSmallestSaving:
         else:
             assert row.details[1] == "its steps are slower on a CPU; `optimizer=None` leaves it out"
 
-    @pytest.mark.smallest_saving
     def test_a_value_is_set_all_the_same(self):
         callback = MemSaveCallback(optimizer="8bit")
         fit(make_lit(), callback)
         assert rows_of(callback)["optimizer"].status == "on"
 
-    @pytest.mark.smallest_saving
     def test_in_a_stack_for_the_least_memory_small_ones_add_up(self):
         callback = MemSaveCallback(stack="single_gpu")
         fit(make_lit(), callback)
         rows = rows_of(callback)
         assert rows["low_precision_weights"].status == rows["optimizer"].status == "on"
 
-    @pytest.mark.smallest_saving
     def test_parameters_that_are_unfrozen_later_count(self):
         class Backbone(pl.callbacks.BaseFinetuning):
             def freeze_before_training(self, pl_module: Any) -> None:
@@ -181,7 +179,7 @@ class TestOneTrainerAtATime:
 class TestResume:
     def test_lightning_names_the_callback_that_is_missing(self, package, tmp_path):
         path, lit = tmp_path / "last.ckpt", make_lit(package)
-        trainer = make_trainer(package, MemSaveCallback())
+        trainer = make_trainer(package, MemSaveCallback(optimizer="8bit"))
         trainer.fit(copy.deepcopy(lit))
         trainer.save_checkpoint(path)
         with (
@@ -189,7 +187,8 @@ class TestResume:
             pytest.raises(KeyError, match="exp_avg"),
         ):
             make_trainer(package, max_epochs=2).fit(copy.deepcopy(lit), ckpt_path=path)
-        make_trainer(package, MemSaveCallback(), max_epochs=2).fit(lit, ckpt_path=path)
+        callback = MemSaveCallback(optimizer="8bit")
+        make_trainer(package, callback, max_epochs=2).fit(lit, ckpt_path=path)
 
     @pytest.mark.parametrize("size", ["many", -3, 2.5, [4]])
     def test_nonsense_in_a_checkpoint_is_ignored(self, package, tmp_path, size):

@@ -28,6 +28,7 @@ from tests.out_of_memory import MESSAGE
 
 # Lightning's: that a folder has checkpoints, and that those who wrote them are not here.
 pytestmark = [
+    pytest.mark.usefixtures("no_prediction", "any_saving_counts"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]

@@ -12,6 +12,8 @@ from lightning_memsave.errors import IncompatibleError
 from tests.callbacks.lit import assert_same, fit, make_lit
 from tests.cases import WIDTH
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 
 class Model(nn.Module):
     """Without dropout, so that another forward pass changes nothing."""

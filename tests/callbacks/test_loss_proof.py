@@ -30,6 +30,8 @@ from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from tests.callbacks.lit import fit, make_lit
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 VOCABULARY, WIDTH, TOKENS, SAMPLES, CLASSES = 13, 8, 6, 7, 4
 REFUSED = "refused"
 

@@ -46,6 +46,7 @@ def package(request):
 
 
 class TestOneLine:
+    @pytest.mark.usefixtures("any_saving_counts")
     def test_bare_callback_switches_everything_on(self, package):
         lit, callback = make_lit(package), MemSaveCallback()
         losses, _, trainer = fit(lit, callback, package=package)
@@ -143,6 +144,7 @@ class TestNothingLeftBehind:
         assert (repr(again), again.rows) == (repr(callback), callback.rows)
 
     @pytest.mark.parametrize("hook", ["configure_optimizers", "configure_model"])
+    @pytest.mark.usefixtures("any_saving_counts")
     def test_rows_of_an_earlier_trainer_are_forgotten(self, hook):
         def fail() -> None:
             raise ArithmeticError("too early")
@@ -195,6 +197,7 @@ class TestNothingLeftBehind:
 
 
 class TestNothingSilent:
+    @pytest.mark.usefixtures("any_saving_counts")
     def test_table_says_what_is_on_and_why_not(self, capsys):
         fit(make_lit(), MemSaveCallback())
         lines = capsys.readouterr().out.splitlines()
@@ -245,6 +248,7 @@ class TestNothingSilent:
         assert status(callback, "optimizer") == "off"
         assert details(callback, "optimizer") == "the module configures no optimizer"
 
+    @pytest.mark.usefixtures("any_saving_counts")
     def test_report_is_written_beside_the_logs(self, package, tmp_path):
         logger = package.loggers.CSVLogger(tmp_path)
         callback = MemSaveCallback()
@@ -385,6 +389,7 @@ class TestStages:
 
 
 class TestBesideOthers:
+    @pytest.mark.usefixtures("any_saving_counts")
     def test_learning_rate_finder_sees_checkpointed_blocks_and_the_8bit_optimizer(self, package):
         seen: list[Any] = []
 
@@ -456,6 +461,7 @@ class TestBesideOthers:
         assert_same(plain, fit(make_lit(package), exact(), package=package, **settings))
         fit(make_lit(package), MemSaveCallback(), package=package, **settings)
 
+    @pytest.mark.usefixtures("any_saving_counts")
     def test_manual_optimization(self, package):
         lit = make_lit(package)
         lit.automatic_optimization = False

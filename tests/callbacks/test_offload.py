@@ -34,6 +34,8 @@ from tests.callbacks.lit import (
 from tests.cases import make_model
 from tests.helpers import snapshot
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 LIGHTNING = PACKAGES["lightning"]
 
 
@@ -144,7 +146,7 @@ class TestBitwise:
         differences, peaks = [], []
         for offload in (None, Offloading("embeddings", min_table_bytes=2**12)):
             callback = only(
-                offload=offload, optimizer_in_backward=in_backward, monitor=True, predict=60
+                offload=offload, optimizer_in_backward=in_backward, report=True, predict=60
             )
             fit(lit, callback)
             assert callback.prediction is not None

@@ -38,7 +38,7 @@ MESSAGE = oom_messages.FRAGMENTED.partition(": ")[2]
 TEXT, JSON = Path("memsave_oom.txt"), Path("memsave_oom.json")
 
 
-pytestmark = pytest.mark.usefixtures("only_own_tensors")
+pytestmark = pytest.mark.usefixtures("only_own_tensors", "no_prediction")
 
 
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
@@ -574,24 +574,23 @@ class TestAdviceOfTheTable:
         assert '`activation_checkpointing="all"`' in note
         assert '`optimizer="8bit"`' in note
 
-    @pytest.mark.predicts
     def test_predictions_leave_out_what_is_refused(self, package):
         lit = self.lists_of_boxes(package)
         suite = MemSaveCallback(report=False, predict=False)
-        fit_until_out_of_memory(package, lit, suite, OOMObserver())
+        fit_until_out_of_memory(package, lit, suite, OOMObserver(predict=60.0))
         sections = json.loads(JSON.read_text())["sections"]
         remedies = sections.get("What would have helped", {})
         assert not any("micro_batch_size=" in text for text in remedies if text != "unchanged")
 
 
-@pytest.mark.predicts
 class TestRemedies:
     def fit(self, package, *callbacks, **settings):
         lit = make_lit(package, make_model("dropout"))
         mode = OutOfMemoryAt(40)
         arm = ArmBefore(package, mode, "on_before_backward").callback
         with mode:
-            fit_until_out_of_memory(package, lit, *callbacks, OOMObserver(**settings), arm)
+            observer = OOMObserver(**{"predict": 60.0, **settings})
+            fit_until_out_of_memory(package, lit, *callbacks, observer, arm)
         return json.loads(JSON.read_text())
 
     def test_predicts_what_would_have_helped(self, package):
@@ -612,6 +611,7 @@ class TestRemedies:
         assert "What would have helped:" in TEXT.read_text()
         assert "The step that ran out of memory" in Path("memsave_oom.html").read_text()
 
+    @pytest.mark.usefixtures("any_saving_counts")
     def test_starts_from_what_is_on_already(self, package):
         everything_but_size = MemSaveCallback(micro_batch_size=None, report=False, predict=False)
         remedies = self.fit(package, everything_but_size)["sections"]["What would have helped"]
@@ -625,7 +625,9 @@ class TestRemedies:
         assert "optimizer=" not in offered
 
     def test_a_model_that_cannot_be_predicted_is_said(self, package):
-        fit_until_out_of_memory(package, make_lit(package, Failing(at=3)), OOMObserver())
+        fit_until_out_of_memory(
+            package, make_lit(package, Failing(at=3)), OOMObserver(predict=60.0)
+        )
         found = json.loads(JSON.read_text())
         assert found["sections"] == {}
         assert "OutOfMemoryError" in found["notes"][0]

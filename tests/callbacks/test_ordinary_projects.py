@@ -29,8 +29,6 @@ from tests.callbacks.test_run_prediction import fit, lit_with, measured_and_pred
 from tests.cases import WIDTH, Block
 from tests.helpers import set_clock
 
-pytestmark = pytest.mark.predicts
-
 
 def assert_predicted(callback: MemSaveCallback, abs_bytes: int = 64) -> None:
     assert callback.prediction is not None, callback._prediction.note

@@ -14,6 +14,8 @@ from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, make_lit, make_trainer
 from tests.out_of_memory import MESSAGE
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 REPORT = Path("memsave_report.json")
 
 

@@ -14,6 +14,8 @@ from lightning_memsave.trainer.precision import full_name, overflows_in_float16
 from lightning_memsave.trainer.trainer import check_host, package_of
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 
 def only_precision(precision: Any) -> MemSaveCallback:
     return MemSaveCallback(None, optimizer=None, precision=precision, predict=False, report=False)

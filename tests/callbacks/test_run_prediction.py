@@ -27,13 +27,10 @@ from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import effective_settings
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.callbacks.lit import PACKAGES, Vectors, loader, make_lit, make_trainer
 from tests.cases import WIDTH, make_model
-
-pytestmark = pytest.mark.predicts
 
 HOOKS = (
     *("prepare_data", "setup", "configure_model", "configure_callbacks", "on_fit_start"),
@@ -636,11 +633,6 @@ class TestSwitch:
         assert callback.prediction is None
         assert measured_and_predicted()[1] is None
         assert "predicted" not in capsys.readouterr().out
-
-    @pytest.mark.parametrize("value", [0, -1, "yes", float("nan"), float("inf"), None])
-    def test_wrong_values(self, value):
-        with pytest.raises(ConfigurationError, match=r"Use `predict=60`"):
-            MemSaveCallback(predict=value)
 
     def test_a_number_is_the_limit(self):
         fit(make_lit(), callback := MemSaveCallback(optimizer=None, predict=60))

@@ -15,6 +15,8 @@ from lightning_memsave import MemSaveCallback
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import make_lit, make_trainer, rows_of
 
+pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
+
 STACKS = ("classic", "bitwise", "single_gpu", "offload")
 CHECKPOINTING, UPDATES, WEIGHTS = (
     "activation_checkpointing",

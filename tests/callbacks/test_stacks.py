@@ -16,13 +16,14 @@ from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecis
 from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import STACKS
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
 from tests.cases import MODELS
 from tests.helpers import snapshot
+
+pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
 
 
 def only(**settings: Any) -> MemSaveCallback:
@@ -602,51 +603,7 @@ class TestSeveralProcesses:
         assert any(message in problem.why for problem in problems)
 
 
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"stack": ["bitwise"]}, "['bitwise']` is not a valid stack."),
-            ({"stack": "huge"}, "Use 'off', 'classic', 'bitwise', 'single_gpu'"),
-            ({"chunked_cross_entropy": "yes"}, "chunked_cross_entropy='yes'` is not a valid value"),
-            ({"chunked_cross_entropy": 0}, "chunked_cross_entropy=0` is not a valid value"),
-            ({"optimizer_in_backward": 3}, "optimizer_in_backward=3` is not a valid value"),
-            ({"optimizer_in_backward": OptimizerInBackward}, "is not a valid value"),
-            (
-                {"low_precision_weights": "random"},
-                "low_precision_weights='random'` is not a valid value",
-            ),
-            ({"low_precision_weights": 16}, "low_precision_weights=16` is not a valid value"),
-            ({"attention": "spda"}, "sdpa"),
-            (
-                {"attention": "sdpa", "exactness": "bitwise"},
-                "`exactness='bitwise'` does not allow",
-            ),
-            (
-                {"accumulate_grad_batches": 2, "exactness": "bitwise"},
-                "`exactness='bitwise'` does not allow",
-            ),
-            (
-                {"low_precision_weights": LowPrecisionWeights(), "exactness": "rounding"},
-                "does not allow",
-            ),
-        ],
-    )
-    def test_is_refused_before_a_trainer_sees_it(self, settings, message):
-        with pytest.raises(ConfigurationError) as caught:
-            MemSaveCallback(**settings)
-        assert message in str(caught.value)
-
-    def test_all_problems_at_once(self):
-        wrong: dict[str, Any] = {"stack": "huge", "attention": 3, "optimizer": "12bit"}
-        with pytest.raises(ConfigurationError) as caught:
-            MemSaveCallback(**wrong)
-        assert str(caught.value).count("\n") >= 2
-        assert all(word in str(caught.value) for word in ("huge", "attention=3", "12bit"))
-
-
 class TestPrediction:
-    @pytest.mark.predicts
     @pytest.mark.parametrize(
         ("model", "stack"),
         [
@@ -656,7 +613,7 @@ class TestPrediction:
         ],
     )
     def test_predicted_is_measured(self, stack, model):
-        callback = MemSaveCallback(stack=stack)
+        callback = MemSaveCallback(stack=stack, predict=20.0)
         trainer = make_trainer(LIGHTNING, callback, max_epochs=1)
         trainer.fit(make_lit(model=model), loader(48, batch_size=16))
         report = json.loads(Path("memsave_report.json").read_text())

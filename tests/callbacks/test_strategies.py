@@ -33,6 +33,8 @@ from tests.callbacks.ranks import (
 from tests.cases import WIDTH, BatchNormModel, Model
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
+pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
+
 SIZES = ((4, 4, 4, 4, 3), (4, 4, 4, 4, 1))  # of the batches of each rank
 EVEN_SIZES = ((4, 4, 4, 4, 4), (4, 4, 4, 4, 2))  # batch normalisation needs two samples in a part
 

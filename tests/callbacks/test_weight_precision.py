@@ -14,6 +14,8 @@ from tests.callbacks.lit import PACKAGES, fit, loader, make_lit, make_trainer
 from tests.cases import make_batch, make_model
 from tests.helpers import snapshot
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 BF16 = torch.bfloat16
 LIGHTNING = PACKAGES["lightning"]
 

@@ -15,6 +15,8 @@ from lightning_memsave.techniques.micro_batching import training_state
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit
 from tests.out_of_memory import MESSAGE
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 LIGHTNING = PACKAGES["lightning"]
 RETRIED = "ignore:Out of memory with:lightning_memsave.errors.MemsaveWarning"
 

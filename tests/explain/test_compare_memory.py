@@ -98,7 +98,6 @@ def test_predictions_also_as_json(tmp_path):
     assert compare_memory(PREDICTION.to_dict(), PREDICTION).kind == "predictions"
 
 
-@pytest.mark.predicts
 def test_reports_of_real_runs(tmp_path):
     for name, accumulated in (("a", None), ("b", 2)):
         trainer = Trainer(

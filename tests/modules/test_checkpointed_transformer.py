@@ -102,7 +102,7 @@ def test_blocks_are_recomputed_in_fit_only():
             type(self).calls += torch.is_grad_enabled()
 
     config, task = CONFIGS["bert"]
-    lit = Counting(config, task=task, memsave=ONLY_CHECKPOINTING)
+    lit = Counting(config, task=task, memsave={**ONLY_CHECKPOINTING, "predict": False})
     trainer = make_trainer(limit_train_batches=1)
     trainer.fit(lit, loader(task))
     assert Counting.calls == 2 * 2
@@ -110,6 +110,7 @@ def test_blocks_are_recomputed_in_fit_only():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.usefixtures("any_saving_counts")
 def test_the_optimizer_is_8_bit_by_default(package, tmp_path):
     lit = make_lit("bert", package)
     trainer = fit(lit, package=PACKAGES[package], default_root_dir=tmp_path)[2]

@@ -30,6 +30,7 @@ def peak_of_fit(**memsave: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("any_saving_counts")
 def test_a_fit_needs_less_memory_with_it_than_without():
     plain, checkpointed = (
         peak_of_fit(**OFF),

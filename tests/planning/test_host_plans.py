@@ -19,6 +19,9 @@ from lightning_memsave.planning.variants import Variants
 from lightning_memsave.units import MIB
 from tests.planning.plans import RATES
 
+# Predictions of many plans take long.
+pytestmark = pytest.mark.daily(2)
+
 OPEN = ("activation_checkpointing", "offload")
 NUM_BLOCKS = 7
 

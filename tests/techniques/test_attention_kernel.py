@@ -191,14 +191,6 @@ def test_undo_restores_the_model(name):
     assert model.config._attn_implementation == "eager"
 
 
-def test_check_changes_nothing():
-    model = bert()
-    before = snapshot(model)
-    assert AttentionKernel().check(model) == []
-    assert snapshot(model) == before
-    assert model.config._attn_implementation == "eager"
-
-
 def test_applying_twice_equals_once():
     model = bert()
     first = AttentionKernel().apply(model)
@@ -464,12 +456,6 @@ def test_is_predicted_to_the_byte(kernel):
         with AttentionKernel(kernel).apply(copied) as handle:
             assert handle.changes == ("`BertForMaskedLM`: eager -> sdpa",)
             assert peak_bytes(copied, inputs) == measured
-
-
-def test_repr_makes_it_again():
-    technique = AttentionKernel("flex_attention")
-    assert eval(repr(technique)) == technique
-    assert AttentionKernel() == AttentionKernel("sdpa")
 
 
 class TestPaddingOnTheLeft:

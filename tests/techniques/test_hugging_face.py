@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from tests.conftest import number_of_commit
+from tests.conftest import chosen_number
 from tests.helpers import assert_bitwise_equal, seed_all, train
 from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, caches_off
 from tests.techniques.hugging_face_inputs import make_inputs
@@ -30,7 +29,7 @@ STEPS = 3
 ALWAYS = ("bamba", "lfm2", "recurrent_gemma", "pi0")
 # `make test` tries some of the others, other ones for each commit.
 NUM_SLICES = math.ceil(len(FAMILIES) / 3)
-SOME = FAMILIES[number_of_commit(Path(__file__).parent) % NUM_SLICES :: NUM_SLICES]
+SOME = FAMILIES[chosen_number() % NUM_SLICES :: NUM_SLICES]
 # Micro-batches are compared in evaluation, where nothing is dropped.
 NOT_IN_EVALUATION = {
     **dict.fromkeys(
@@ -109,16 +108,15 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
-@pytest.mark.predicts
 @pytest.mark.parametrize("family", PARAMS)
 @pytest.mark.daily(2)
+@pytest.mark.usefixtures("any_saving_counts")
 def test_the_bare_callback_trains(family):
     losses = fit(family, MemSaveCallback(report=False)).losses
     assert len(losses) == STEPS
     assert all(loss.isfinite() for loss in losses)
 
 
-@pytest.mark.predicts
 def test_kept_states_are_predicted_as_counted():
     """RecurrentGemma keeps states with the graph behind them: the prediction was 22 % too high."""
     callback = MemSaveCallback(stack="bitwise", report=False)

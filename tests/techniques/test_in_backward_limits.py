@@ -467,12 +467,6 @@ def test_predicts_on_fake_tensors_what_is_counted(settings):
     assert predicted.host_bytes == counted.host_bytes
 
 
-def test_repr_makes_an_equal_technique():
-    technique = OptimizerInBackward(clip_value=0.5, clip_norm=1.0)
-    assert eval(repr(technique), {"OptimizerInBackward": OptimizerInBackward}) == technique
-    assert hash(technique) == hash(OptimizerInBackward(clip_value=0.5, clip_norm=1.0))
-
-
 @pytest.mark.parametrize(
     "grad",
     [

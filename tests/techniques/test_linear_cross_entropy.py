@@ -19,7 +19,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     run,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
-from tests.helpers import nothing_waits
+from tests.helpers import in_pairs, nothing_waits
 
 ROWS, WIDTH, CLASSES = 150, 24, 67
 EPSILON = {torch.float32: 2e-7, torch.float64: 1e-15, torch.bfloat16: 1e-3, torch.float16: 1e-4}
@@ -82,7 +82,11 @@ def gradients(loss: Tensor, p: Problem, seed: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, p.leaves, seed.to(loss.dtype), retain_graph=True))
 
 
-@pytest.fixture(params=["cpu", "as on CUDA"])
+DEVICES = ["cpu", "as on CUDA"]
+LABELLED = [1.0, 0.95, 0.3]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is chosen by device, as on each of them; the products are those of the CPU."""
     if request.param == "as on CUDA":
@@ -126,36 +130,42 @@ def compare(p: Problem, settings: LossSettings, autocast: torch.dtype | None = N
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
+@pytest.mark.parametrize(
+    ("device", "dtype", "reduction", "smoothing", "weights", "labelled"),
+    in_pairs(DEVICES, DTYPES, ["mean", "sum", "none"], [0.0, 0.1], [False, True], LABELLED),
+    indirect=["device"],
+)
 def test_is_as_exact_as_the_ordinary_loss(dtype, reduction, smoothing, weights, labelled):
     p = make(dtype, weights=weights, labelled=labelled)
     compare(p, LossSettings(reduction, -100, smoothing, chunk_size=40))
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
-@pytest.mark.parametrize("chunk_size", [None, 1, 7, ROWS, 10 * ROWS])
+@pytest.mark.parametrize(
+    ("device", "dtype", "labelled", "chunk_size"),
+    in_pairs(DEVICES, DTYPES, LABELLED, [None, 1, 7, ROWS, 10 * ROWS]),
+    indirect=["device"],
+)
 def test_any_size_of_a_chunk(dtype, labelled, chunk_size):
     compare(make(dtype, labelled=labelled), LossSettings(chunk_size=chunk_size))
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("device", "dtype", "labelled", "bias"),
+    in_pairs(DEVICES, [torch.bfloat16, torch.float16], LABELLED, [True, False]),
+    indirect=["device"],
+)
 def test_is_as_exact_under_autocast(dtype, labelled, bias):
     compare(make(torch.float32, bias=bias, labelled=labelled), LossSettings(), dtype)
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
+@pytest.mark.parametrize(
+    ("device", "frozen", "dtype", "labelled"),
+    in_pairs(DEVICES, ["x", "weight", "bias"], [torch.float32, torch.bfloat16], LABELLED),
+    indirect=["device"],
+)
 def test_leaves_out_what_is_frozen(frozen, dtype, labelled):
     p = make(dtype, labelled=labelled)
     getattr(p, frozen).requires_grad_(False)

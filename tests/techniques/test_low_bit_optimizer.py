@@ -736,24 +736,6 @@ def test_all_bad_arguments_are_in_one_message():
         LowBitOptimizer("adam", keep_32bit="a", min_8bit_size=-1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "technique",
-    [
-        LowBitOptimizer(),
-        LowBitOptimizer(
-            "adamw_8bit",
-            optimizer_kwargs={"betas": [0.9, 0.99]},
-            keep_32bit=["*.head"],  # type: ignore[arg-type]
-            min_8bit_size=1,
-        ),
-    ],
-)
-def test_repr_gives_an_equal_object_that_hashes_the_same(technique):
-    twin = eval(repr(technique))
-    assert twin == technique
-    assert hash(twin) == hash(technique)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.word)
 def test_our_tables_agree_with_bitsandbytes(kind):
     import bitsandbytes

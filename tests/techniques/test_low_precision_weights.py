@@ -1,7 +1,6 @@
 """Weights in bfloat16: what is rounded and how, in tiles and as a whole, alone and together."""
 
 import copy
-import dataclasses
 import io
 import math
 import pickle
@@ -24,8 +23,7 @@ from lightning_memsave.techniques.low_precision_weights import rounded_updates
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import OWN_STATE, allocate_state, owners_of
-from tests.cases import MODELS, make_batch, make_model
-from tests.helpers import snapshot
+from tests.cases import make_batch, make_model
 
 BF16 = torch.bfloat16
 ROUNDINGS = ("stochastic", "kahan")
@@ -615,30 +613,6 @@ def test_state_that_is_made_before_the_step_is_float32():
 
 
 class TestModule:
-    @pytest.mark.parametrize("name", MODELS)
-    def test_trains_every_model_and_is_undone(self, name):
-        model = make_model(name).train()
-        before, keys = snapshot(model), list(model.state_dict())
-        technique = LowPrecisionWeights()
-        handle = technique.apply(model)
-        assert list(model.state_dict()) == keys
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        torch.manual_seed(0)
-        with technique.round_updates(optimizer):
-            losses = []
-            for _ in range(4):
-                optimizer.zero_grad()
-                losses.append(forward_and_backward(model, make_batch(0)))
-                optimizer.step()
-        assert losses[-1] < losses[0] or losses[0] == 0  # tied: each token predicts itself
-        values = {key: value.float() for key, value in model.state_dict().items()}
-        handle.undo()
-        handle.undo()
-        assert snapshot(model) == before
-        assert all(p.dtype is torch.float32 for p in model.parameters())
-        assert all(torch.equal(values[k], v.float()) for k, v in model.state_dict().items())
-
     def test_keeps_norms_vectors_and_named_parameters(self):
         model = make_model("dropout")
         handle = LowPrecisionWeights(keep_fp32=("head.*",)).apply(model)
@@ -782,11 +756,6 @@ class TestModule:
             LowPrecisionWeights(keep_fp32="head.*")  # type: ignore[arg-type]
         with pytest.raises(IncompatibleError, match=r"such as `head\.weight`"):
             LowPrecisionWeights(keep_fp32=("*head.weigt_x",)).apply(make_model("dropout"))
-
-    def test_repr_makes_an_equal_technique(self):
-        technique = LowPrecisionWeights("kahan", keep_fp32=["head.*"])  # type: ignore[arg-type]
-        assert eval(repr(technique), {"LowPrecisionWeights": LowPrecisionWeights}) == technique
-        assert hash(technique) == hash(dataclasses.replace(technique))
 
     def test_a_second_time_changes_nothing(self):
         model = make_model("dropout")

@@ -12,6 +12,8 @@ from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_d
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 MAKE = {
     "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),
     "adam": lambda m: optim.Adam(m.parameters(), lr=3e-3, weight_decay=0.1),

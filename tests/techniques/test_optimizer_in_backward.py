@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
-from tests.cases import MODELS, make_batch, make_model
+from tests.cases import make_batch, make_model
 from tests.techniques.in_backward import (
     WIDTH,
     MakeOptimizer,
@@ -24,11 +24,6 @@ from tests.techniques.in_backward import (
     train_both,
     trained,
 )
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_bitwise_the_same(name):
-    train_both(make_model(name), adamw)
 
 
 def bitsandbytes_optimizer(name: str, **settings: Any) -> MakeOptimizer:

@@ -13,6 +13,8 @@ from lightning_memsave.techniques.micro_batching.training_state import KnownChan
 from tests.callbacks.lit import assert_same, fit, make_lit, rows_of
 from tests.out_of_memory import OutOfMemoryAt
 
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
 
 def _matrix() -> Tensor:
     return torch.arange(1.0, 13).reshape(4, 3)

@@ -293,7 +293,10 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "max_size": lambda lit: combined(lit, "max_size_cycle"),
 }
 # `fork` in a process with threads, such as those of other tests.
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("no_prediction"),
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 
 
 @packages

@@ -188,7 +188,6 @@ def test_what_parameters_share_stays():
 @pytest.mark.parametrize(
     ("settings", "size"), [({}, "99.01 KiB"), ({"optimizer": "8bit"}, "27.38 KiB")], ids=str
 )
-@pytest.mark.predicts
 def test_its_prediction_says_so(settings, size, tmp_path):
     run(settings, saves=(path := tmp_path / "half.ckpt"))
     *_, fresh = run(settings | {"predict": True})

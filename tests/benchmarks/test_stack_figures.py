@@ -17,7 +17,6 @@ def test_single_gpu_is_predicted_below_the_limit(model):
 
 
 @pytest.mark.slow
-@pytest.mark.predicts
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=pytest.mark.exhaustive) for name in SMALL]

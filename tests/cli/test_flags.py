@@ -1,0 +1,267 @@
+"""The callback under the stock LightningCLI, and `MemSaveCLI` of both packages: flags and YAML."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_memsave import (
+    ActivationCheckpointing,
+    GPUMemoryMonitor,
+    LowBitOptimizer,
+    MemSaveCallback,
+)
+from lightning_memsave.cli import lightning_pytorch, pytorch_lightning
+from lightning_memsave.core.nested import split_samples
+from tests.callbacks.lit import PACKAGES, make_lit
+
+pytestmark = [
+    # lightning 2.6.6 calls jsonargparse 4.53 by names of older releases.
+    pytest.mark.filterwarnings(
+        r"ignore:.*:DeprecationWarning:(lightning\.pytorch|pytorch_lightning)\.cli"
+    ),
+    # `MemSaveCLI` gives the precision to the Trainer.
+    pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU"),
+]
+
+STOCK = "stock"
+CLIS: dict[str, Any] = {
+    STOCK: LightningCLI,
+    "lightning": lightning_pytorch.MemSaveCLI,
+    "pytorch_lightning": pytorch_lightning.MemSaveCLI,
+}
+OURS = "--trainer.callbacks+=lightning_memsave.MemSaveCallback"
+every_cli = pytest.mark.parametrize("cli", CLIS)
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytest(monkeypatch):
+    """LightningCLI warns about `args` where the process itself was given some."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+
+def from_command_line(cli: str, *args: str) -> MemSaveCallback:
+    lit = BoringModel if cli == STOCK else type(make_lit(PACKAGES[cli]))
+    made = CLIS[cli](
+        lit,
+        args=["--trainer.accelerator=cpu", "--trainer.logger=false", *args],
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    return next(c for c in made.trainer.callbacks if isinstance(c, MemSaveCallback))
+
+
+def from_flags(cli: str, *flags: str) -> MemSaveCallback:
+    if cli == STOCK:
+        return from_command_line(cli, OURS, *(f"--trainer.callbacks.{flag}" for flag in flags))
+    return from_command_line(cli, *(f"--memsave.{flag}" for flag in flags))
+
+
+FLAGS: list[tuple[str, Any]] = [
+    ("activation_checkpointing=2", 2),
+    ("activation_checkpointing=1", 1),
+    ("activation_checkpointing=0.5", 0.5),
+    ("activation_checkpointing=1.0", 1.0),
+    ("activation_checkpointing=all", "all"),
+    ("activation_checkpointing=auto", "auto"),
+    ("activation_checkpointing=every:2", "every:2"),
+    ("activation_checkpointing=null", None),
+    ("optimizer=8bit", "8bit"),
+    ("optimizer=paged_lion_8bit", "paged_lion_8bit"),
+    ("optimizer=null", None),
+    ("precision=bf16-mixed", "bf16-mixed"),
+    ("precision=32", 32),
+    ("precision=16", 16),
+    ("precision=null", None),
+    ("micro_batch_size=4", 4),
+    ("micro_batch_size=auto", "auto"),
+    ("micro_batch_size=null", None),
+    ("eval_micro_batch_size=2", 2),
+    ("loss_weight=tokens_shifted", "tokens_shifted"),
+    ("split_batch=null", None),
+    ("split_batch=lightning_memsave.core.nested.split_samples", split_samples),
+    ("accumulate_grad_batches=4", 4),
+    ("accumulate_grad_batches=null", None),
+    ("chunked_cross_entropy=true", True),
+    ("chunked_cross_entropy=512", 512),
+    ("chunked_cross_entropy=null", None),
+    ("optimizer_in_backward=true", True),
+    ("optimizer_in_backward=false", False),
+    ("low_precision_weights=kahan", "kahan"),
+    ("block_micro_batch_size=4", 4),
+    ("block_micro_batch_size=null", None),
+    ("offload=parameters", "parameters"),
+    ("offload=true", True),
+    ("offload=null", None),
+    ("host_budget=null", None),
+    ("attention=sdpa", "sdpa"),
+    ("attention=null", None),
+    ("early_release=false", False),
+    ("early_release=auto", "auto"),
+    ("stack=single_gpu", "single_gpu"),
+    ("stack=null", None),
+    ("budget=12GiB", "12GiB"),
+    ("budget=0.5", 0.5),
+    ("budget=auto", "auto"),
+    ("budget=null", None),
+    ("blocks=Block", "Block"),
+    (r"blocks=re:layers\.\d+", r"re:layers\.\d+"),
+    (r'blocks=["re:layer[.]x", Block]', ["re:layer[.]x", "Block"]),
+    ("blocks=null", None),
+    ('keep_32bit=["*.head.*", "*gate*"]', ["*.head.*", "*gate*"]),
+    ("keep_32bit+=*.head.*", ["*.head.*"]),
+    ('force_8bit=["*.embed.*"]', ["*.embed.*"]),
+    ("tf32=true", True),
+    ("tf32=false", False),
+    ("tf32=null", None),
+    ("exactness=bitwise", "bitwise"),
+    ("monitor=false", False),
+    ("predict=5.5", 5.5),
+    ("report=false", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("cli", "flag", "value"),
+    # Each with one of them: the callback's own annotations give the types.
+    [(list(CLIS)[number % 3], flag, value) for number, (flag, value) in enumerate(FLAGS)],
+)
+def test_flags(cli, flag, value):
+    name = flag.partition("=")[0].rstrip("+")
+    got = from_flags(cli, flag).arguments[name]
+    assert (got, type(got)) == (value, type(value))
+
+
+@every_cli
+def test_flags_together(cli):
+    given = ("optimizer=lion_8bit", "report=false", "keep_32bit+=*.head.*")
+    callback = from_flags(cli, *given, 'optimizer_kwargs={"betas": [0.9, 0.95]}')
+    assert callback.arguments["optimizer_kwargs"] == {"betas": [0.9, 0.95]}
+    assert callback.arguments["keep_32bit"] == ["*.head.*"]
+    callback = from_flags(cli, *given, "optimizer_kwargs.weight_decay=0.1")
+    assert callback.arguments["optimizer_kwargs"] == {"weight_decay": 0.1}
+    assert callback.arguments["report"] is False
+
+
+def test_every_argument_has_a_flag_here():
+    tested = {flag.partition("=")[0].rstrip("+") for flag, _ in FLAGS}
+    assert tested | {"optimizer_kwargs"} == MemSaveCallback().arguments.keys()
+
+
+@every_cli
+def test_flags_of_technique_objects(cli):
+    callback = from_flags(
+        cli,
+        "activation_checkpointing=lightning_memsave.ActivationCheckpointing",
+        "activation_checkpointing.which=every:2",
+        "optimizer=lightning_memsave.LowBitOptimizer",
+        "optimizer.min_8bit_size=64",
+        "monitor=lightning_memsave.GPUMemoryMonitor",
+        "monitor.every_n_steps=7",
+    )
+    checkpointing = ActivationCheckpointing("every:2")
+    assert callback.arguments["activation_checkpointing"] == checkpointing
+    assert callback.arguments["optimizer"] == LowBitOptimizer(min_8bit_size=64)
+    assert isinstance(callback.monitor, GPUMemoryMonitor)
+    assert callback.monitor.every_n_steps == 7
+
+
+CONFIGS = {
+    "values": r"""
+        activation_checkpointing: 2
+        optimizer: lion_8bit
+        precision: 32
+        accumulate_grad_batches: 4
+        blocks: ["re:layers[.]x", Block]
+        optimizer_kwargs: {betas: [0.9, 0.95]}
+        keep_32bit: ["*.head.*"]
+        force_8bit: []
+        tf32: false
+        monitor: false
+        report: false
+""",
+    "other values": r"""
+        activation_checkpointing: 0.5
+        precision: bf16-mixed
+        blocks: re:layers[.]\d+
+        exactness: approximate
+""",
+    "nothing": """
+        activation_checkpointing: null
+        optimizer: null
+        precision: null
+""",
+    "objects": """
+        activation_checkpointing:
+          class_path: lightning_memsave.ActivationCheckpointing
+          init_args: {which: 'every:2'}
+        optimizer:
+          class_path: lightning_memsave.LowBitOptimizer
+          init_args: {optimizer: paged_8bit, keep_32bit: ['*.head.*']}
+        monitor:
+          class_path: lightning_memsave.GPUMemoryMonitor
+          init_args: {every_n_steps: 7}
+""",
+}
+
+
+def write_config(cli: str, arguments: str) -> str:
+    head = "memsave:\n"
+    if cli == STOCK:
+        head = "trainer:\n  callbacks:\n  - class_path: lightning_memsave.MemSaveCallback\n"
+        head += "    init_args:\n"
+    text = textwrap.indent(textwrap.dedent(arguments), " " * 8)
+    Path("config.yaml").write_text(head + text)
+    return "config.yaml"
+
+
+@every_cli
+def test_yaml(cli):
+    callback = from_command_line(cli, "--config", write_config(cli, CONFIGS["values"]))
+    assert callback.arguments == {
+        "activation_checkpointing": 2,
+        "optimizer": "lion_8bit",
+        "precision": 32,
+        "micro_batch_size": "auto",
+        "block_micro_batch_size": "auto",
+        "accumulate_grad_batches": 4,
+        "chunked_cross_entropy": "auto",
+        "optimizer_in_backward": "auto",
+        "low_precision_weights": "auto",
+        "offload": "auto",
+        "attention": "auto",
+        "early_release": "auto",
+        "stack": None,
+        "budget": None,
+        "blocks": ["re:layers[.]x", "Block"],
+        "optimizer_kwargs": {"betas": [0.9, 0.95]},
+        "keep_32bit": ["*.head.*"],
+        "force_8bit": [],
+        "host_budget": None,
+        "loss_weight": "auto",
+        "split_batch": None,
+        "eval_micro_batch_size": "auto",
+        "tf32": False,
+        "exactness": "approximate",
+        "monitor": False,
+        "predict": True,
+        "report": False,
+    }
+
+
+@every_cli
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_printed_configuration_gives_the_same_callback(cli, name, capsys):
+    config = write_config(cli, CONFIGS[name])
+    first = from_command_line(cli, "--config", config)
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        from_command_line(cli, "--config", config, "--print_config")
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    second = from_command_line(cli, "--config", "printed.yaml")
+    assert repr(second) == repr(first)
+    assert repr(second) != "MemSaveCallback()"
