@@ -37,7 +37,9 @@ LONG = ROOT / "docs" / "where_did_my_memory_go.md"
 # How many blocks of output are compared, and on the whole page.
 NUM_SHOWN = {
     LONG: (2, 4),
-    **dict.fromkeys((ROOT / "docs" / name for name in ("plan.md", "out_of_memory.md")), (1, 1)),
+    **dict.fromkeys(
+        (ROOT / "docs" / name for name in ("plan.md", "out_of_memory.md", "doctor.md")), (1, 1)
+    ),
 }
 
 
@@ -217,6 +219,13 @@ class TestJson:
         assert variant.keys() == {"name", "gpus", *prediction}
         more = {key: value for key, value in printed.items() if key not in prediction}
         assert self.found({**more, "variants": []}) == self.documented("memsave predict --json")
+
+    def test_memsave_doctor(self, capsys, monkeypatch):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+        model = "lightning.pytorch.demos.boring_classes:BoringModel"
+        assert main(["doctor", model, "--json"]) == 1
+        printed = json.loads(capsys.readouterr().out)
+        assert self.found(printed) == self.documented("memsave doctor --json")
 
     @pytest.mark.slow
     def test_memsave_plan(self, capsys):

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_memsave.analysis.predict import read_settings, with_instances
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.report import installed_versions
-from lightning_memsave.doctor.check import LocatedProblem, Subject
+from lightning_memsave.doctor.check import FoundProblem, Subject
 from lightning_memsave.doctor.registry import run_checks
 from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors
 from lightning_memsave.prediction.fit_start import FitStart, start_fit
@@ -30,12 +30,12 @@ class TrainingCheck:
 
     Args:
         model: Class name of the model.
-        problems: The problems, each with what, why, what to type instead, and where if known.
+        problems: The problems, each with its check, what, why, and what to type instead.
         notes: What could not be checked, one line each.
     """
 
     model: str
-    problems: tuple[LocatedProblem, ...]
+    problems: tuple[FoundProblem, ...]
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,9 +55,8 @@ class TrainingCheck:
         found = "no problem found" if not count else f"{count} problem{'s' * (count > 1)}"
         parts = [f"{self.model}: {found}"]
         for problem in self.problems:
-            place = f"  {problem.place}" if problem.place else ""
             said = (problem.what, f"{problem.why}.", problem.fix)
-            parts.append("\n".join([f"{problem.check}{place}", *map(_indented, said)]))
+            parts.append("\n".join([problem.check, *map(_indented, said)]))
         parts += [_wrapped(f"note: {note}") for note in self.notes]
         return "\n\n".join(parts)
 
@@ -87,8 +86,8 @@ def check_training(
 ) -> TrainingCheck:
     """Check a model and its training for traps that cost memory or time.
 
-    The code of the LightningModule is read, the start of a fit runs on fake tensors, and the
-    environment is looked at. No batch and no GPU is needed, and no training step runs.
+    The model, its optimizers, environment variables and installed packages are looked at, after
+    the start of a fit on fake tensors. No batch and no GPU is needed, and no training step runs.
 
     Args:
         model: A LightningModule, any other module, or a function without arguments that returns
@@ -109,9 +108,9 @@ def check_training(
         ConfigurationError: If arguments are wrong, or the module cannot be created or copied.
 
     Note:
-        A check reports only what is certain from the code. Code that it cannot read, or values that
-        it cannot follow, are no problem to it. The hooks of the module up to ``on_fit_start`` run,
-        except for ``prepare_data``.
+        What your code does in a step is not looked at: `GPUMemoryMonitor` finds memory that grows
+        while it runs. The hooks of the module up to ``on_fit_start`` run, except for
+        ``prepare_data``.
 
     Example:
         >>> import torch
