@@ -333,8 +333,8 @@ def check_training(
 ) -> TrainingCheck:
     """Check a model and its training for traps that cost memory or time.
 
-    The code of the LightningModule is read, the start of a fit runs on fake tensors, and the
-    environment is looked at. No batch and no GPU is needed, and no training step runs.
+    The model, its optimizers, environment variables and installed packages are looked at, after
+    the start of a fit on fake tensors. No batch and no GPU is needed, and no training step runs.
 
     Args:
         model: A LightningModule, any other module, or a function without arguments that returns
@@ -355,9 +355,9 @@ def check_training(
         ConfigurationError: If arguments are wrong, or the module cannot be created or copied.
 
     Note:
-        A check reports only what is certain from the code. Code that it cannot read, or values that
-        it cannot follow, are no problem to it. The hooks of the module up to ``on_fit_start`` run,
-        except for ``prepare_data``.
+        What your code does in a step is not looked at: `GPUMemoryMonitor` finds memory that grows
+        while it runs. The hooks of the module up to ``on_fit_start`` run, except for
+        ``prepare_data``.
 
     Example:
         >>> import torch

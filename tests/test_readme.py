@@ -18,6 +18,7 @@ from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.cli.main import main
 from lightning_memsave.techniques.registry import entries
 from lightning_memsave.units import GIB
+from tests.helpers import return_free_memory
 
 ROOT = Path(lightning_memsave.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,7 +38,10 @@ LONG = ROOT / "docs" / "where_did_my_memory_go.md"
 # How many blocks of output are compared, and on the whole page.
 NUM_SHOWN = {
     LONG: (2, 4),
-    **dict.fromkeys((ROOT / "docs" / name for name in ("plan.md", "out_of_memory.md")), (1, 1)),
+    **{
+        ROOT / "docs" / f"{name}.md": (1, 1)
+        for name in ("plan", "out_of_memory", "doctor", "monitor")
+    },
 }
 
 
@@ -55,6 +59,7 @@ def test_code_on_the_page_runs(page, end, capsys, caplog, monkeypatch):
     monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", 600.0)
     text = page.read_text()
     text = text.partition(end)[0] if end else text
+    return_free_memory()  # the monitor shows how a process grows
     names: dict[str, object] = {}
     caplog.set_level("INFO")
     num_shown = 0
@@ -222,6 +227,13 @@ class TestJson:
         assert variant.keys() == {"name", "gpus", *prediction}
         more = {key: value for key, value in printed.items() if key not in prediction}
         assert self.found({**more, "variants": []}) == self.documented("memsave predict --json")
+
+    def test_memsave_doctor(self, capsys, monkeypatch):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+        model = "lightning.pytorch.demos.boring_classes:BoringModel"
+        assert main(["doctor", model, "--json"]) == 1
+        printed = json.loads(capsys.readouterr().out)
+        assert self.found(printed) == self.documented("memsave doctor --json")
 
     @pytest.mark.slow
     def test_memsave_plan(self, capsys):

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_memsave.callbacks.memory_growth import MemoryGrowth
 from lightning_memsave.callbacks.memory_probes import (
     PEAKS,
     CudaProbe,
@@ -39,6 +40,7 @@ class _Run:
     is_logged: bool = False
     num_notes_said: int = 0
     has_failed_to_log: bool = False
+    growth: MemoryGrowth = field(default_factory=MemoryGrowth)
     num_steps: int = 0
     num_samples: int = 0
 
@@ -50,9 +52,12 @@ class GPUMemoryMonitor(CallbackBase):
     """Log the memory of training to every logger, and sum it up at the end of fit.
 
     On CUDA the allocator is read, and its peaks are reset, around the first two optimizer steps and
-    those that are logged, when the driver is asked through NVML too; other steps cost nothing, and
-    their peak counts in the summary. On other devices the bytes of live tensors
-    are counted, which makes a step slower: it is done in the first two steps and in logged ones.
+    those that are logged, when the driver is asked through NVML too; the peak of other steps counts
+    in the summary. On other devices the bytes of live tensors are counted, which makes a step
+    slower: it is done in the first two steps and in logged ones.
+
+    What is allocated after a step is read each time, which takes microseconds. If it rises from
+    step to step, a warning says once what keeps it, such as a list of losses, and what to type.
 
     **Logged metrics**, in GiB (2**30 bytes) where the key says so. What is not known, for example
     without NVML, is left out.
@@ -193,6 +198,11 @@ class GPUMemoryMonitor(CallbackBase):
             metrics |= reduce_over_ranks(trainer, "max", peaks)
             _log(trainer, run, metrics)
             _say_notes(trainer, run)
+        if trainer.is_global_zero and not run.growth.is_over:
+            with attempted(trainer, "What grows in memory cannot be found"):
+                run.growth.look(trainer, pl_module, batch)
+            if run.growth.found:
+                say(trainer, run.growth.found)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""
@@ -361,7 +371,7 @@ def _summarize(run: _Run, prediction: Predicted | None) -> MemorySummary:
         seconds=max(run.seconds() - predicted.seconds, 0.0),
         num_counted_steps=highest.num_counted_steps,
         had_larger_batches=highest.had_larger_batches,
-        notes=tuple(run.probe.notes),
+        notes=(*run.probe.notes, *filter(None, [run.growth.found])),
         prediction=predicted.prediction,
         no_prediction=predicted.note,
     )

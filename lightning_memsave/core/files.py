@@ -9,7 +9,12 @@ from typing import BinaryIO
 
 
 def is_installed(path: str) -> bool:
-    """Return whether a file belongs to an installed package, not to the user's project."""
+    """Return whether a file belongs to an installed package, not to the user's project.
+
+    Example:
+        >>> [is_installed(f"/usr/{folder}/x.py") for folder in ("dist-packages", "dist-packages_2")]
+        [True, False]
+    """
     # Debian and Colab install into `dist-packages`.
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 

@@ -1,1 +1,1 @@
-"""Checks for traps that cost memory or time, on the code, the model and the environment."""
+"""Checks for traps that cost memory or time, in the model, its settings and the environment."""

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from lightning_memsave.core.names import did_you_mean
-from lightning_memsave.doctor.check import LocatedProblem, Subject
+from lightning_memsave.doctor.check import Subject
+from lightning_memsave.errors import Problem
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """In the order in which torch looks for them: it reads the first one that is set."""
@@ -32,13 +33,13 @@ _FLAGS = frozenset(
 _MIN_SPLIT_MIB = 20
 
 
-def find_allocator_settings(subject: Subject) -> Iterator[LocatedProblem]:
+def find_allocator_settings(subject: Subject) -> Iterator[Problem]:
     """Find settings of CUDA's allocator that torch refuses, or that cost memory or time."""
     found = {name: subject.environment.get(name) for name in ALLOCATOR_VARIABLES}
     given = {name: text for name, text in found.items() if text is not None}
     if len(set(given.values())) == 2:
         first, second = given
-        yield LocatedProblem(
+        yield Problem(
             f"`{first}` and `{second}`",
             f"they differ, and torch reads only `{first}`",
             f"Run `unset {first}`, and write all settings into `{second}`.",
@@ -48,7 +49,7 @@ def find_allocator_settings(subject: Subject) -> Iterator[LocatedProblem]:
         for item in filter(None, text.replace(" ", "").split(",")):
             why, fix = _wrong_setting(*item.partition(":"))
             if why:
-                yield LocatedProblem(f"`{name}={text}`", why, fix)
+                yield Problem(f"`{name}={text}`", why, fix)
 
 
 def _wrong_setting(key: str, colon: str, value: str) -> tuple[str, str]:
@@ -117,14 +118,14 @@ _SLOW = {
 }
 
 
-def find_debug_settings(subject: Subject) -> Iterator[LocatedProblem]:
+def find_debug_settings(subject: Subject) -> Iterator[Problem]:
     """Find switches for debugging that are still on."""
     for name, why in _SLOW.items():
         value = subject.environment.get(name, "")
         if value not in ("", "0"):
-            yield LocatedProblem(f"`{name}={value}`", why, f"Run `unset {name}`.")
+            yield Problem(f"`{name}={value}`", why, f"Run `unset {name}`.")
     if subject.trainer_arguments.get("detect_anomaly"):
-        yield LocatedProblem(
+        yield Problem(
             "`Trainer(detect_anomaly=True)`",
             "autograd keeps a stack trace of each operation, and reads every gradient to look for "
             "NaN, which waits for the GPU",
@@ -132,10 +133,10 @@ def find_debug_settings(subject: Subject) -> Iterator[LocatedProblem]:
         )
 
 
-def find_broken_packages(subject: Subject) -> Iterator[LocatedProblem]:
+def find_broken_packages(subject: Subject) -> Iterator[Problem]:
     """Find installed packages that break each other."""
     if {"nvidia-ml-py", "nvidia-ml-py3"} <= _lower(subject.versions).keys():
-        yield LocatedProblem(
+        yield Problem(
             "the packages `nvidia-ml-py` and `nvidia-ml-py3`",
             "both install `pynvml.py`, and the older one may have replaced the other's",
             "Run `pip uninstall nvidia-ml-py3`, then `pip install --force-reinstall nvidia-ml-py`.",

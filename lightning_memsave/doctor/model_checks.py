@@ -1,19 +1,21 @@
 """Checks on a model, its optimizers and its Trainer settings."""
 
-import ast
+import inspect
 import sys
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.doctor.check import LocatedProblem, Subject
-from lightning_memsave.doctor.source import own_attribute
+from lightning_memsave.doctor.check import Subject
+from lightning_memsave.errors import Problem
+from lightning_memsave.measure.alive_tensors import is_of_library
 from lightning_memsave.trainer.precision import overflows_certainly
 
 
-def find_batch_statistics(subject: Subject) -> Iterator[LocatedProblem]:
+def find_batch_statistics(subject: Subject) -> Iterator[Problem]:
     """Find batch normalisation whose batch is only a part of the effective batch."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     found = [name for name, m in subject.module.named_modules() if isinstance(m, norms)]
@@ -26,7 +28,7 @@ def find_batch_statistics(subject: Subject) -> Iterator[LocatedProblem]:
     for name, value in settings.items() if found else ():
         if isinstance(value, int) and (value > 1 or name == "micro_batch_size"):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            yield LocatedProblem(
+            yield Problem(
                 f"`{name}={value}` and batch normalisation in `{found[0]}`{more}",
                 "statistics come from the samples that pass forward at once, not from the "
                 "effective batch, so training differs from that with the whole batch",
@@ -35,25 +37,20 @@ def find_batch_statistics(subject: Subject) -> Iterator[LocatedProblem]:
             )
 
 
-def find_growing_metrics(subject: Subject) -> Iterator[LocatedProblem]:
+def find_growing_metrics(subject: Subject) -> Iterator[Problem]:
     """Find metrics that keep every prediction of the training epoch."""
     # Without an import of torchmetrics there is no metric.
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return
-    used = {
-        own_attribute(node.func)
-        for reached in subject.step
-        for node in ast.walk(reached.method.tree)
-        if isinstance(node, ast.Call)
-    }
+    used = _names_in_step(type(subject.module))
     for name, module in subject.module.named_modules():
         is_metric = isinstance(module, torchmetrics.Metric)
         if not is_metric or name.partition(".")[0] not in used or module.compute_on_cpu:
             continue
         lists = [state for state, value in module.metric_state.items() if isinstance(value, list)]
         if lists:
-            yield LocatedProblem(
+            yield Problem(
                 f"`{name}`, a `{type(module).__name__}`",
                 f"it keeps `{lists[0]}` of every training batch on the device until the epoch ends",
                 "Give it bins instead, such as `thresholds=100`, or create it with "
@@ -61,11 +58,29 @@ def find_growing_metrics(subject: Subject) -> Iterator[LocatedProblem]:
             )
 
 
+_STEP_HOOKS = ("training_step", "on_train_batch_start", "on_train_batch_end", "forward")
+
+
+# Names in the functions of the user that steps run, and in methods of the module that these name.
+def _names_in_step(cls: type) -> set[str]:
+    names: set[str] = set()
+    waiting: list[Any] = [getattr(cls, hook, None) for hook in _STEP_HOOKS]
+    while waiting:
+        one = inspect.unwrap(waiting.pop())
+        code = one if isinstance(one, CodeType) else getattr(one, "__code__", None)
+        if code is None or is_of_library(getattr(one, "__module__", "")):
+            continue
+        waiting += [getattr(cls, name, None) for name in {*code.co_names} - names]
+        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        names |= {*code.co_names}
+    return names
+
+
 MIN_SHARE = 0.5
 """An 8-bit optimizer that stores less of its state in 8 bits is reported."""
 
 
-def find_8bit_embeddings(subject: Subject) -> Iterator[LocatedProblem]:
+def find_8bit_embeddings(subject: Subject) -> Iterator[Problem]:
     """Find optimizers of bitsandbytes with 8-bit state for embeddings."""
     for optimizer in filter(_is_8bit, subject.optimizers):
         manager: Any = getattr(optimizer, "mng", None)
@@ -78,7 +93,7 @@ def find_8bit_embeddings(subject: Subject) -> Iterator[LocatedProblem]:
             if is_table and weight.requires_grad and weight.numel() >= sizes[weight]:
                 tied = [n for n, m in subject.module.named_modules() if _shares(m, module)]
                 also = f", tied to `{tied[0]}`" if tied else ""
-                yield LocatedProblem(
+                yield Problem(
                     f"`{type(optimizer).__name__}` and the embedding `{name}`{also}",
                     "its state is 8-bit, which bitsandbytes advises against for embeddings: rows "
                     "that a batch does not use have much smaller gradients than the others",
@@ -92,7 +107,7 @@ def _shares(module: nn.Module, embedding: nn.Module) -> bool:
     return module is not embedding and getattr(module, "weight", None) is embedding.weight
 
 
-def find_ineffective_8bit(subject: Subject) -> Iterator[LocatedProblem]:
+def find_ineffective_8bit(subject: Subject) -> Iterator[Problem]:
     """Find optimizers of bitsandbytes that leave most of their state in 32 bits."""
     for optimizer in filter(_is_8bit, subject.optimizers):
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -100,7 +115,7 @@ def find_ineffective_8bit(subject: Subject) -> Iterator[LocatedProblem]:
         small = [p for p in trained if p.numel() < _min_size(optimizer)]
         share = 1 - sum(p.numel() for p in small) / max(total, 1)
         if share < MIN_SHARE:
-            yield LocatedProblem(
+            yield Problem(
                 f"`{type(optimizer).__name__}`",
                 f"only {share:.0%} of its state is 8-bit, because {len(small)} of {len(trained)} "
                 f"tensors have less than {_min_size(optimizer):,} elements",
@@ -122,12 +137,12 @@ def _torch_name(optimizer: Optimizer) -> str:
     return name if name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad") else "AdamW"
 
 
-def find_float16_overflow(subject: Subject) -> Iterator[LocatedProblem]:
+def find_float16_overflow(subject: Subject) -> Iterator[Problem]:
     """Find models whose activations overflow in the precision of the Trainer."""
     if not subject.precision.startswith("16"):
         return
     if why := overflows_certainly(subject.module):
-        yield LocatedProblem(
+        yield Problem(
             f"`precision={subject.precision!r}`",
             f"{why}, so the loss may become NaN or infinite",
             f"Use `precision='bf16-{subject.precision.partition('-')[2]}'` on a GPU with native "
@@ -139,7 +154,7 @@ LAST_WITHOUT_BF16_CLIPPING = (2, 6, 6)
 """The last version of Lightning that refuses it: Lightning#21435 is fixed on its main branch."""
 
 
-def find_refused_clipping(subject: Subject) -> Iterator[LocatedProblem]:
+def find_refused_clipping(subject: Subject) -> Iterator[Problem]:
     """Find gradient clipping that Lightning refuses beside a fused optimizer."""
     is_mixed = subject.precision.endswith("mixed")
     is_replaced = bool(subject.settings.get("optimizer"))  # by an 8-bit form, which is not fused
@@ -153,7 +168,7 @@ def find_refused_clipping(subject: Subject) -> Iterator[LocatedProblem]:
     for optimizer in subject.optimizers:
         if any(group.get("fused") for group in optimizer.param_groups):
             cause = " (Lightning#21435)" if is_bf16 else ""
-            yield LocatedProblem(
+            yield Problem(
                 f"`gradient_clip_val` and `{type(optimizer).__name__}(fused=True)`",
                 f"Lightning refuses to clip gradients of fused optimizers in "
                 f"`precision={subject.precision!r}`{cause}, and the first step fails",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memsave.core.versions import installed_versions
-from lightning_memsave.doctor.check import LocatedProblem, Subject
+from lightning_memsave.doctor.check import FoundProblem, Subject
 from lightning_memsave.doctor.registry import run_checks
 from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors
 from lightning_memsave.prediction.fit_start import FitStart, start_fit
@@ -24,12 +24,12 @@ class TrainingCheck:
 
     Args:
         model: Class name of the model.
-        problems: The problems, each with what, why, what to type instead, and where if known.
+        problems: The problems, each with its check, what, why, and what to type instead.
         notes: What could not be checked, one line each.
     """
 
     model: str
-    problems: tuple[LocatedProblem, ...]
+    problems: tuple[FoundProblem, ...]
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,9 +49,8 @@ class TrainingCheck:
         found = "no problem found" if not count else f"{count} problem{'s' * (count > 1)}"
         parts = [f"{self.model}: {found}"]
         for problem in self.problems:
-            place = f"  {problem.place}" if problem.place else ""
             said = (problem.what, f"{problem.why}.", problem.fix)
-            parts.append("\n".join([f"{problem.check}{place}", *map(_indented, said)]))
+            parts.append("\n".join([problem.check, *map(_indented, said)]))
         parts += [_wrapped(f"note: {note}") for note in self.notes]
         return "\n\n".join(parts)
 

@@ -56,6 +56,19 @@ def pinned_bytes() -> int | None:
     return int(host_memory_stats().get("allocated_bytes.current", 0))
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Read what torch has allocated, or outside CUDA what this process has; in microseconds.
+
+    Example:
+        >>> allocated_bytes(torch.device("cpu")) > 10_000_000
+        True
+    """
+    if device.type == "cuda":
+        stats: Any = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+    return int(psutil.Process().memory_info().rss)
+
+
 @dataclass(frozen=True, slots=True)
 class HostReading:
     """Host memory of this process."""

@@ -239,7 +239,7 @@ def make_report(
     oom = _read_error(trainer, error, trace)
     alive: list[AliveTensor] = attempt(
         "The tensors that are alive",
-        lambda: _find_alive(trainer, pl_module, error, batch, oom.phase),
+        lambda: find_alive(trainer, pl_module, batch, error, oom.phase),
         [],
     )
     allocator: AllocatorReading | None = None
@@ -279,7 +279,7 @@ def add_advice(
         return  # of another callback of this package
     if diagnosis is None:
         oom = _read_error(trainer, error, trace_of(error))
-        alive = _find_alive(trainer, pl_module, error, (), oom.phase)
+        alive = find_alive(trainer, pl_module, (), error, oom.phase)
         diagnosis = _diagnose(trainer, oom, alive)
     lines = [f"  {number}. {line}" for number, line in enumerate(diagnosis.advice, 1)]
     exception.add_note("\n".join([diagnosis.summary, _TO_DO, *lines]))
@@ -333,9 +333,14 @@ def _memsave_of(trainer: Any) -> Any:
     return None
 
 
-def _find_alive(
-    trainer: Any, pl_module: Any, error: BaseException, batch: Sequence[Tensor], phase: str
+def find_alive(
+    trainer: Any,
+    pl_module: Any,
+    batch: object,
+    error: BaseException | None = None,
+    phase: str = "",
 ) -> list[AliveTensor]:
+    """Find the tensors that are alive in a fit, with the attributes that keep them."""
     parts = [*trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)]
     owners = {"self": pl_module}
     for part in parts:

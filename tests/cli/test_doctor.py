@@ -12,16 +12,17 @@ from tests.cli.shell import json_of, message_of, write_project
 
 TRAPS = """
     import torch
+    import torchmetrics
     from net import Lit
 
     class Keeping(Lit):
         def __init__(self, width: int = 64):
             super().__init__(width)
-            self.losses = []
+            self.scores = torchmetrics.CatMetric()
 
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            self.losses.append(loss)
+            self.scores.update(loss.detach())
             return loss
 
     class Broken(Lit):
@@ -52,19 +53,19 @@ def test_a_project_without_problems(capsys: Any) -> None:
     assert "the user's own words" in err
 
 
-def test_a_problem_has_its_place(capsys: Any) -> None:
+def test_a_problem_says_what_why_and_what_to_type(capsys: Any) -> None:
     assert main(["doctor", "traps.py:Keeping"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("Keeping: 1 problem\n\nkept_graph  traps.py:12\n")
-    assert out.endswith("Add `.detach()` to the value.\n")
+    assert out.startswith("Keeping: 1 problem\n\ngrowing_metric\n  `scores`, a `CatMetric`\n")
+    assert out.endswith("or create it with `compute_on_cpu=True`.\n")
 
 
 def test_json(capsys: Any) -> None:
     found = json_of(capsys, "doctor", "traps.py:Keeping", status=1)
     assert found.keys() == {"target", "model", "problems", "notes"}
     (problem,) = found["problems"]
-    assert problem.keys() == {"check", "what", "why", "fix", "file", "line"}
-    assert (problem["file"], problem["line"]) == ("traps.py", 12)
+    assert problem.keys() == {"check", "what", "why", "fix"}
+    assert problem["what"] == "`scores`, a `CatMetric`"
 
 
 def test_yaml_with_a_callback(capsys: Any, project: Path) -> None:
@@ -77,12 +78,12 @@ def test_yaml_with_a_callback(capsys: Any, project: Path) -> None:
         )
     )
     found = json_of(capsys, "doctor", "traps.yaml", status=1)
-    assert checks_of(found) == ["kept_graph", "debug_settings"]
+    assert checks_of(found) == ["growing_metric", "debug_settings"]
     changed = ("--set", "accumulate_grad_batches=4")
     found = json_of(capsys, "doctor", "traps.yaml", *changed, status=1)
-    assert checks_of(found) == ["kept_graph", "memsave_conflict", "debug_settings"]
+    assert checks_of(found) == ["growing_metric", "memsave_conflict", "debug_settings"]
     found = json_of(capsys, "doctor", "traps.yaml", "--no-memsave", status=1)
-    assert checks_of(found) == ["kept_graph", "debug_settings"]
+    assert checks_of(found) == ["growing_metric", "debug_settings"]
 
 
 def test_a_strategy_is_a_note(capsys: Any, project: Path) -> None:

@@ -1,9 +1,7 @@
-"""Each check reports its trap, with the line, and nothing that is none."""
+"""Each check reports its trap, and nothing that is none."""
 
 import ast
 import functools
-import importlib
-import linecache
 import re
 import runpy
 import subprocess
@@ -17,22 +15,19 @@ import pytorch_lightning
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave import (
-    ActivationCheckpointing,
     CheckpointedTransformer,
     MemSaveCallback,
     check_training,
-    predict_memory,
 )
 from lightning_memsave.doctor.check import Subject
 from lightning_memsave.doctor.registry import CHECKS, run_checks
 from lightning_memsave.targets.find import load_target
 from tests.cases import MODELS
-from tests.doctor import trap_models, trap_steps
-from tests.doctor.trap_steps import Lit
+from tests.doctor import trap_models
+from tests.doctor.trap_models import Lit
 from tests.doctor.traps import CLIPPED, TRAPS, Project
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -66,11 +61,7 @@ def test_reports_the_trap_alone(name: str, project: Project) -> None:
     found = check(project)
     assert {problem.check for problem in found.problems} == {name}, found
     assert found.notes == ()
-    for problem in found.problems:
-        assert problem.fix.endswith((".", "?"))
-        if problem.file is not None:
-            assert Path(problem.file).name in ("trap_steps.py", "trap_models.py")
-            assert "# trap" in linecache.getline(problem.file, problem.line)
+    assert all(problem.fix.endswith((".", "?")) for problem in found.problems)
 
 
 @pytest.mark.parametrize(("name", "project"), cases(with_trap=False))
@@ -141,7 +132,7 @@ def test_embeddings_that_the_user_keeps_in_32_bits() -> None:
 def test_packages_that_break_each_other() -> None:
     both = {"nvidia-ml-py": "13.0", "nvidia-ml-py3": "7.352.0"}
     (found,) = run_checks(Subject(nn.Linear(1, 1), versions=both))
-    assert (found.check, found.place) == ("broken_packages", "")
+    assert found.check == "broken_packages"
     assert "pip uninstall nvidia-ml-py3" in found.fix
     assert run_checks(Subject(nn.Linear(1, 1), versions={"nvidia-ml-py": "13.0"})) == []
 
@@ -174,79 +165,6 @@ class TestClaims:
         with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
             fit(trap_models.Fused(), **CLIPPED)
 
-    def test_kept_losses_keep_their_graphs(self) -> None:
-        module = trap_steps.KeptLoss()
-        module.on_train_epoch_end = lambda: None  # type: ignore[method-assign]
-        fit(module)
-        assert all(entry["loss"].grad_fn is not None for entry in module.losses)
-
-    def test_statistics_are_updated_twice(self) -> None:
-        module = trap_models.CheckpointedLayers(lambda: nn.BatchNorm1d(8))
-        fit(module)
-        layers: Any = module.layers
-        assert layers[0][1].num_batches_tracked == 4
-
-    @pytest.mark.parametrize(
-        ("make", "num_runs"),
-        [
-            (trap_models.Blocks, 3),
-            (trap_models.NotReentrantBlocks, 2),
-            (functools.partial(trap_models.Blocks, False), 2),
-        ],
-    )
-    def test_blocks_run_three_times(self, make: Any, num_runs: int) -> None:
-        module: Any = make()
-        runs: list[nn.Module] = []
-        for block in module.blocks:
-            layer = block.inside[0]
-            layer.forward = functools.partial(_counted, layer.forward, runs)
-        with ActivationCheckpointing().apply(module):
-            module(torch.randn(4, 8, requires_grad=True)).sum().backward()
-        assert len(runs) == num_runs * len(module.blocks)
-
-    def test_gradients_are_wrong_with_other_dropout_masks(self) -> None:
-        module, x = trap_models.CheckpointedLayers(lambda: nn.Dropout(0.5)), torch.randn(4, 8)
-        weight, gradients = next(module.layers.parameters()), []
-        for is_preserved in (True, False):
-            with mock.patch.object(trap_models, "checkpoint", _preserving(is_preserved)):
-                torch.manual_seed(0)
-                module.zero_grad()
-                module(x).sum().backward()
-                assert weight.grad is not None
-                gradients.append(weight.grad.clone())
-        assert not torch.allclose(gradients[0], gradients[1])
-
-    def test_peaks_are_higher(self) -> None:
-        tokens = torch.randn(512, 8), torch.randint(4, (512,))
-
-        def peak(make: Any, **arguments: Any) -> int:
-            return predict_memory(make, tokens, device="cpu", **arguments).peak_bytes
-
-        logits_bytes = 512 * trap_steps.WideHead.num_classes * 4
-        plain = peak(trap_steps.PlainHead)
-        assert peak(trap_steps.LogSoftmax) >= plain + logits_bytes
-        assert peak(trap_steps.LogSoftmax, settings={"chunked_cross_entropy": True}) > plain
-        low = {"trainer_arguments": {"precision": "bf16-true"}}
-        assert peak(trap_steps.WideHead, **low) >= 1.5 * peak(trap_steps.PlainHead, **low)
-        assert peak(trap_steps.RetainingHook) > peak(Lit)
-        assert peak(trap_steps.KeptGradients) > peak(Lit)
-
-    def test_torch_warns_of_the_gradient_cycle(self) -> None:
-        with pytest.warns(UserWarning, match="reference cycle between the parameter"):
-            fit(trap_steps.GradientCycle())
-
-    def test_gradients_add_up(self) -> None:
-        """Two steps that change no parameter."""
-        module: Any = trap_steps.AddedGradients()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-        module.optimizers = lambda: optimizer
-        module.manual_backward = lambda loss: loss.backward()
-        batch, norms = (torch.randn(4, 8), torch.randint(4, (4,))), []
-        for step in range(2):
-            module.training_step(batch, step)
-            norms.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
-        torch.testing.assert_close(norms[1], 2 * norms[0])
-
     @pytest.mark.parametrize(
         "text",
         ["max_split_size_mb:10", "garbage_collection_threshold:80", "expandable_segments:true"],
@@ -255,18 +173,6 @@ class TestClaims:
         code = f"import torch; torch._C._accelerator_setAllocatorSettings({text!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
         assert done.returncode != 0
-
-
-def _counted(forward: Any, runs: list[Any], x: Any) -> Any:
-    runs.append(x)
-    return forward(x)
-
-
-def _preserving(is_preserved: bool) -> Any:
-    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function, *args, **kwargs | {"preserve_rng_state": is_preserved})
-
-    return run
 
 
 def test_the_page_lists_the_checks() -> None:
@@ -278,13 +184,13 @@ def test_the_page_lists_the_checks() -> None:
 
 
 def test_a_fit_that_needs_data_is_a_note() -> None:
-    class NeedsData(trap_steps.KeptLoss):
+    class NeedsData(trap_models.Normalised):
         def setup(self, stage: str) -> None:
             datamodule: Any = vars(self.trainer)["datamodule"]
             self.num_classes = datamodule.num_classes
 
-    found = check_training(NeedsData, environment={})
-    assert [problem.check for problem in found.problems] == ["kept_graph"]
+    found = check_training(NeedsData, settings={"micro_batch_size": 2}, environment={})
+    assert "batch_statistics" in [problem.check for problem in found.problems]
     assert "a fit could not be started without data" in found.notes[0]
     assert "AttributeError" in found.notes[0]
 
@@ -298,16 +204,16 @@ def test_data_is_not_prepared() -> None:
 
 
 def test_a_plain_module_and_one_with_an_attribute_like_our_wrapper() -> None:
-    class Outer(trap_steps.KeptLoss):
+    class Outer(trap_models.Normalised):
         def __init__(self) -> None:
             super().__init__()
             self.wrapped = self.net
 
-    class Wrapped(trap_steps.KeptLoss):
+    class Wrapped(trap_models.Normalised):
         pass
 
     for cls in (Outer, Wrapped):
-        found = check_training(cls, environment={})
+        found = check_training(cls, settings={"micro_batch_size": 2}, environment={})
         assert (found.model, len(found.problems)) == (cls.__name__, 1)
     assert check_training(nn.Linear(2, 2), environment={}).model == "Linear"
 
@@ -316,64 +222,31 @@ def test_modules_of_the_other_package() -> None:
     class Other(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.total = nn.Linear(8, 1), torch.zeros(())
+            self.layer = nn.Linear(8, 1)
 
         def training_step(self, batch: Any) -> Any:
-            loss = self.layer(batch).mean()
-            self.total += loss
-            return loss
+            return self.layer(batch).mean()
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            return torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
 
-    found = check_training(Other, environment={})
-    assert [problem.check for problem in found.problems] == ["kept_graph"]
+    found = check_training(Other, trainer_arguments=CLIPPED, environment={})
+    assert [problem.check for problem in found.problems] == ["refused_clipping"]
     assert found.notes == ()
 
 
-@pytest.mark.parametrize(
-    ("folder", "found"),
-    [
-        ("project", ["lost_dropout_mask"]),
-        ("site-packages_of_mine", ["lost_dropout_mask"]),
-        ("site-packages", []),
-        ("dist-packages", []),
-    ],
-)
-def test_what_an_installed_package_does_is_not_the_user_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, found: list[str]
-) -> None:
-    code = Path(trap_models.__file__).read_text()
-    (tmp_path / folder).mkdir()
-    (tmp_path / folder / "layers_of_somebody.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path / folder)
-    monkeypatch.setitem(sys.modules, "layers_of_somebody", trap_models)  # gone after the test
-    del sys.modules["layers_of_somebody"]
-    layers = importlib.import_module("layers_of_somebody")
-
-    class Whole(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.insert(0, layers.CheckpointedLayers(functools.partial(nn.Dropout, 0.1)))
-
-    problems = check_training(Whole, environment={}).problems
-    assert [problem.check for problem in problems] == found
-
-
-def test_code_that_cannot_be_read_is_no_problem() -> None:
-    names: dict[str, Any] = {"Lit": Lit}
-    exec("class Typed(Lit):\n    def training_step(self, batch, i): self.x.append(0)", names)
+def test_code_without_source_is_looked_at() -> None:
+    names: dict[str, Any] = {"ExactMetric": trap_models.ExactMetric}
+    exec("class Typed(ExactMetric):\n    def training_step(self, b, i): self.net(b)", names)
+    assert check_training(trap_models.ExactMetric, environment={}).problems
     assert check_training(names["Typed"], environment={}).problems == ()
 
 
 def test_prints_and_converts_to_json() -> None:
-    found = check_training(trap_steps.KeptLoss, environment={})
-    line = found.problems[0].line
-    assert str(found).startswith("KeptLoss: 1 problem\n\nkept_graph  ")
-    assert f"trap_steps.py:{line}\n  `self.losses.append({{'loss': loss}})` in `KeptLoss." in str(
-        found
-    )
-    assert found.to_dict()["problems"][0]["line"] == line
+    found = check_training(trap_models.ExactMetric, environment={})
+    assert str(found).startswith("ExactMetric: 1 problem\n\ngrowing_metric\n  `train_metric`, a")
+    (problem,) = found.to_dict()["problems"]
+    assert list(problem) == ["what", "why", "fix", "check"]
     assert str(check_training(Lit, environment={})) == "Lit: no problem found"
 
 

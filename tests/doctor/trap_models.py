@@ -1,15 +1,38 @@
-"""Models with traps, in their blocks, outputs or optimizers, and others that look like them."""
+"""Models with traps, in their layers or optimizers, and others that look nearly like them."""
 
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F  # noqa: N812 - as in users' projects
 from torchmetrics import AUROC
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from tests.doctor.trap_steps import Lit
+
+class Lit(pl.LightningModule):
+    """A project without traps, on which the others build."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        self.log("loss", loss)
+        return loss
+
+    def _shared_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
 
 
 def gpt2(**changes: Any) -> GPT2LMHeadModel:
@@ -17,81 +40,16 @@ def gpt2(**changes: Any) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes | changes, bos_token_id=0, eos_token_id=0))
 
 
-class CheckpointedBlock(nn.Module):
-    """It checkpoints its inside if it is told to."""
-
-    def __init__(self, is_checkpointed: bool = True) -> None:
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: Tensor) -> Any:
-        if not (self.is_checkpointed and self.training):
-            return self.inside(x)
-        return checkpoint(self.inside, x, use_reentrant=True)  # trap
-
-
-class Blocks(Lit):
-    def __init__(self, is_checkpointed: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[CheckpointedBlock(is_checkpointed) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.blocks(x))
-
-
-class CheckpointedIfEither(CheckpointedBlock):
-    def forward(self, x: Tensor) -> Any:
-        if self.is_checkpointed or self.inside is None:
-            return checkpoint(self.inside, x, use_reentrant=True)  # trap
-        return self.inside(x)
-
-
-class NotReentrant(CheckpointedBlock):
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inside, x, use_reentrant=False)
-
-
-class NotReentrantBlocks(Blocks):
+class Manual(Lit):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*[NotReentrant() for _ in range(3)])
+        self.automatic_optimization = False
 
-
-class Either(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[CheckpointedIfEither() for _ in range(3)])
-
-
-class CheckpointedStem(Blocks):
-    """What checkpoints itself is none of the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__(False)
-        self.net.insert(0, CheckpointedIfEither())
-
-
-class CheckpointedLayers(Lit):
-    """The module around the layers checkpoints them."""
-
-    def __init__(self, layer: Callable[[], nn.Module] = nn.Identity) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), layer(), nn.ReLU()) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)  # trap
-        return self.net(x)
-
-
-class ReentrantLayers(CheckpointedLayers):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)  # trap
-        return self.net(x)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self._shared_step(batch))
+        optimizer.step()
 
 
 class Normalised(Lit):
@@ -115,6 +73,21 @@ class ExactMetric(Lit):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.val_metric(self(batch[0])[:, 0], batch[1])
+
+
+class MetricInHelper(ExactMetric):
+    """The step is decorated, and what it calls updates the metric in a function of its own."""
+
+    @torch.enable_grad()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._measure(batch)
+        return self._shared_step(batch)
+
+    def _measure(self, batch: Any) -> None:
+        def update() -> None:
+            self.train_metric.update(self(batch[0])[:, 0].detach(), batch[1])
+
+        update()
 
 
 class BitsAndBytes(Lit):

@@ -10,70 +10,19 @@ from torchmetrics import AUROC, MeanMetric
 from lightning_memsave import LowBitOptimizer
 from tests.doctor.trap_models import (
     BitsAndBytes,
-    Blocks,
-    CheckpointedLayers,
-    CheckpointedStem,
-    Either,
     ExactMetric,
     Fused,
     HeadOnly,
+    Lit,
+    Manual,
+    MetricInHelper,
     Normalised,
-    NotReentrantBlocks,
-    ReentrantLayers,
     Tied,
     gpt2,
     made_for_bfloat16,
     t5,
     tied,
     wide,
-)
-from tests.doctor.trap_steps import (
-    AddedGradients,
-    ClearedGradients,
-    Collecting,
-    DetachedLoss,
-    DoubleSoftmax,
-    EmptiedOutputs,
-    FreedGradients,
-    GradientCycle,
-    GradientPenalty,
-    GrowingOutputs,
-    HelpedOptimizer,
-    KeptAfterNoGrad,
-    KeptGradients,
-    KeptLoss,
-    KeptOutput,
-    LatestOutputs,
-    Lit,
-    LogSoftmax,
-    Manual,
-    NarrowHead,
-    NllLoss,
-    PerhapsDetached,
-    PinnedOnce,
-    Pinning,
-    PinningTensor,
-    Printing,
-    PrintingNames,
-    RarelyReleasing,
-    RarelyWaiting,
-    Releasing,
-    ResetSum,
-    Retaining,
-    RetainingFirst,
-    RetainingForLightning,
-    RetainingHook,
-    RetainingInLoop,
-    SingleSoftmax,
-    SoftmaxIfAsked,
-    SoftmaxInForward,
-    SoftmaxInOneReturn,
-    SoftmaxLayer,
-    SummedLoss,
-    UnreadOutputs,
-    Waiting,
-    WaitingForPredictions,
-    WideHead,
 )
 
 
@@ -94,82 +43,11 @@ def _allocator(text: str, name: str = "PYTORCH_CUDA_ALLOC_CONF") -> Project:
     return Project(Lit, environment={name: text})
 
 
-ALL = {"activation_checkpointing": "all"}
 MIXED = {"precision": "bf16-mixed"}
-CHUNKED = {"chunked_cross_entropy": True}
 FLOAT16 = {"precision": "16-mixed"}
 CLIPPED = {"gradient_clip_val": 1.0, **MIXED}
 
 TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
-    "kept_graph": (
-        [Project(KeptLoss), Project(KeptAfterNoGrad), Project(KeptOutput), Project(SummedLoss)],
-        [Project(DetachedLoss), Project(PerhapsDetached), Project(ResetSum)],
-    ),
-    "growing_list": (
-        [Project(GrowingOutputs)],
-        [Project(EmptiedOutputs), Project(UnreadOutputs), Project(LatestOutputs)],
-    ),
-    "retained_graph": (
-        [Project(Retaining), Project(RetainingHook)],
-        [
-            Project(Manual),
-            Project(GradientPenalty),
-            Project(RetainingFirst),
-            Project(RetainingInLoop),
-            Project(RetainingForLightning),
-        ],
-    ),
-    "gradient_cycle": ([Project(GradientCycle)], [Project(GradientPenalty)]),
-    "kept_gradients": ([Project(KeptGradients)], [Project(FreedGradients), Project(Manual)]),
-    "missing_zero_grad": (
-        [Project(AddedGradients)],
-        [Project(Manual), Project(HelpedOptimizer), Project(ClearedGradients)],
-    ),
-    "device_wait": (
-        [Project(Waiting), Project(Printing), Project(WaitingForPredictions)],
-        [
-            Project(RarelyWaiting),
-            Project(PrintingNames),
-            Project(Waiting, trainer_arguments={"accelerator": "cpu"}),
-        ],
-    ),
-    "cache_release": ([Project(Releasing), Project(Collecting)], [Project(RarelyReleasing)]),
-    "pinned_in_step": ([Project(Pinning), Project(PinningTensor)], [Project(PinnedOnce)]),
-    "double_softmax": (
-        [Project(DoubleSoftmax), Project(SoftmaxLayer), Project(SoftmaxInForward)],
-        [Project(SingleSoftmax), Project(SoftmaxIfAsked), Project(SoftmaxInOneReturn)],
-    ),
-    "logits_copy": (
-        [
-            Project(WideHead, trainer_arguments=MIXED),
-            Project(LogSoftmax),
-            Project(LogSoftmax, CHUNKED),
-        ],
-        [
-            Project(WideHead),  # in float32 `.float()` copies nothing
-            Project(NarrowHead, trainer_arguments=MIXED),
-            Project(WideHead, CHUNKED, MIXED),
-            Project(NllLoss, trainer_arguments=MIXED),
-        ],
-    ),
-    "checkpointed_twice": (
-        [Project(Blocks, ALL), Project(ReentrantLayers, ALL), Project(Either, ALL)],
-        [
-            Project(Blocks),
-            Project(lambda: Blocks(False), ALL),
-            Project(NotReentrantBlocks, ALL),
-            Project(CheckpointedLayers, ALL),
-            Project(CheckpointedStem, {**ALL, "blocks": "re:blocks.*"}),
-        ],
-    ),
-    "lost_dropout_mask": (
-        [Project(lambda: CheckpointedLayers(nn.Dropout))],
-        [Project(CheckpointedLayers), Project(lambda: CheckpointedLayers(lambda: nn.Dropout(0)))],
-    ),
-    "repeated_statistics": (
-        [Project(lambda: CheckpointedLayers(lambda: nn.BatchNorm1d(8)))],
-        [Project(lambda: CheckpointedLayers(lambda: nn.LayerNorm(8)))],
-    ),
     "batch_statistics": (
         [
             Project(Normalised, trainer_arguments={"accumulate_grad_batches": 4}),
@@ -182,7 +60,7 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
         ],
     ),
     "growing_metric": (
-        [Project(ExactMetric)],
+        [Project(ExactMetric), Project(MetricInHelper)],
         [
             Project(lambda: ExactMetric(MeanMetric)),
             Project(lambda: ExactMetric(lambda: AUROC(task="binary", thresholds=50))),
