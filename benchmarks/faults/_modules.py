@@ -57,7 +57,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "offload activations": ({**OFF, "offload": "activations"}, 0),
     "offload embeddings": (
         {**OFF, "offload": Offloading("embeddings", min_table_bytes=4)},
-        1e-4,
+        ON_HOST,
     ),
     "in backward": ({**OFF, "optimizer_in_backward": True}, 0),
     "micro-batches": ({**OFF, "micro_batch_size": BATCH_SIZE // 2}, 1e-4),

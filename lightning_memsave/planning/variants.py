@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.explain.dominant_parts import dominant_embedding
+from lightning_memsave.explain.dominant_parts import dominant_embedding, embedding_tables
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
 from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
@@ -33,6 +33,7 @@ from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import (
     ALL_8BIT,
     BESIDE_OFFLOAD,
@@ -191,7 +192,10 @@ class Variants:
             return
         chosen = self._helpful()
         tried: set[str] = set()  # forms may become smaller meanwhile
-        kinds = ON_HOST[1:] if self._is_full(self._record(chosen)) else ON_HOST
+        kinds: Sequence[str] = ON_HOST[1:] if self._is_full(self._record(chosen)) else ON_HOST
+        tables = embedding_tables(self.what_if.table)
+        if all(each.num_bytes < Offloading.min_table_bytes for each in tables):
+            kinds = kinds[:-1]  # the one before is the same
         while True:
             forms = [self._form(kind, chosen) for kind in kinds]
             ways = [way for way in forms if way is not None]

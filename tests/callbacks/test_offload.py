@@ -163,15 +163,19 @@ class TestBitwise:
         ids_and_rows = 4 * 8 * (8 + 4 * 64)
         assert callback.prediction.peak.host_bytes == held + ids_and_rows
 
-    def test_averages_of_embeddings(self, package):
+    @pytest.mark.parametrize("kind", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+    def test_averages_of_embeddings(self, package, kind):
         """It reads all rows in each step."""
         lit, found = make_lit(package, model="classifier"), []
+        how: dict[str, Any] = (
+            {"swa_lrs": 1e-2, "swa_epoch_start": 1} if kind.startswith("Stochastic") else {}
+        )
         for offload in (None, Offloading("embeddings", min_table_bytes=2**12)):
-            average = package.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+            average = getattr(package.callbacks, kind)(**how)
             callback = only(offload=offload)
             found.append(fit(lit, average, callback, package=package, max_epochs=3))
         assert_same(*found)
-        assert any("StochasticWeightAveraging" in d for d in rows_of(callback)["offload"].details)
+        assert any(kind in detail for detail in rows_of(callback)["offload"].details)
 
     def test_micro_batches_are_added_up_on_the_host(self):
         lit = make_lit()
@@ -824,6 +828,10 @@ class TestStack:
         assert any("no embedding" in detail for detail in rows_of(callback)["offload"].details)
 
 
+def keeping_tables(rounding: str) -> LowPrecisionWeights:
+    return LowPrecisionWeights(rounding, keep_fp32=("*embedding*",))
+
+
 def test_tables_alone_turn_off_nothing():
     tables = Offloading("embeddings", min_table_bytes=4)
     callback = only(stack="single_gpu", offload=tables)
@@ -847,6 +855,53 @@ def test_tables_with_an_8bit_optimizer_have_the_same_bits(force_8bit):
         found.append(fit(make_lit(model="classifier"), callback, max_epochs=2))
         assert rows_of(callback)["optimizer"].status == "on"
     assert_same(*found)
+
+
+BF16: dict[str, Any] = {"precision": "bf16-mixed"}
+BESIDE_TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clipped by norm": ({}, {"gradient_clip_val": 0.1}),
+    "clipped by value": ({}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+    "accumulated": ({}, {"accumulate_grad_batches": 2}),
+    "in backward": ({"optimizer_in_backward": True}, {}),
+    "in backward, clipped": (
+        {"optimizer_in_backward": True},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    ),
+    "in backward, accumulated": ({"optimizer_in_backward": True}, {"accumulate_grad_batches": 2}),
+    "8-bit in backward": (
+        {"optimizer": "8bit", "force_8bit": ("*",), "optimizer_in_backward": True},
+        {},
+    ),
+    "8-bit and kahan": (
+        {"optimizer": "8bit", "low_precision_weights": keeping_tables("kahan")} | BF16,
+        {},
+    ),
+    "stochastic in backward": (
+        {"low_precision_weights": keeping_tables("stochastic"), "optimizer_in_backward": True}
+        | BF16,
+        {},
+    ),
+    "master": ({"low_precision_weights": keeping_tables("master")} | BF16, {}),
+    "split in backward": (
+        {"low_precision_weights": keeping_tables("split"), "optimizer_in_backward": True} | BF16,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_TABLES)
+def test_tables_have_the_same_bits_beside(name):
+    settings, trainer = BESIDE_TABLES[name]
+    low = settings.get("low_precision_weights")
+    others = "parameters+" if low is not None and low.rounding in ("master", "split") else ""
+    found = []
+    for what in (others.removesuffix("+") or None, f"{others}embeddings"):
+        offload = None if what is None else Offloading(what, min_table_bytes=4)
+        callback = only(offload=offload, **settings)
+        found.append(fit(make_lit(model="classifier"), callback, max_epochs=2, **trainer))
+    assert_same(*found)
+    assert all(row.status != "off" for row in callback.rows), callback.rows
+    assert any("1 embeddings on the host" in d for d in rows_of(callback)["offload"].details)
 
 
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])

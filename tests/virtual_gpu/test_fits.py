@@ -115,7 +115,6 @@ CASES = {
     "offloaded tables": Case(
         {"offload": Offloading("parameters+embeddings", min_table_bytes=2**12)},
         model="classifier",
-        tolerance=1e-4,
         is_fused=True,
     ),
 }

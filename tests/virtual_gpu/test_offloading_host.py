@@ -58,10 +58,10 @@ SCALED = """
 def test_scaled_losses_give_the_same_training(what, late):
     """With late copies, gradients on the host met a scale that had not landed, or an old zero."""
     results = run_python(SCALED % what, card="t4", VGPU_COMPUTE="1", VGPU_LATE=late)
-    for plain, offloaded in results:
+    for index, (plain, offloaded) in enumerate(results):
         assert [scale for _, scale in offloaded] == [scale for _, scale in plain]
-        # Rows that miss steps are updated in another way, with float16 in between.
-        tolerance = 1e-3 if what == "embeddings" else 1e-6
+        # Beside a table, the other weights are updated on the device, in the last three fused, too.
+        tolerance = 1e-3 if what == "embeddings" and index < 6 else 1e-6
         losses = [loss for loss, _ in plain]
         assert [loss for loss, _ in offloaded] == pytest.approx(losses, rel=tolerance)
 
