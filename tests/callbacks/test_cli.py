@@ -11,6 +11,7 @@ from lightning_memsave import (
     ActivationCheckpointing,
     LowBitOptimizer,
     MemSaveCallback,
+    MicroBatching,
 )
 from lightning_memsave.core.nested import split_samples
 
@@ -64,9 +65,6 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ("micro_batch_size=4", 4),
         ("micro_batch_size=auto", "auto"),
         ("micro_batch_size=null", None),
-        ("loss_weight=tokens_shifted", "tokens_shifted"),
-        ("split_batch=null", None),
-        ("split_batch=lightning_memsave.core.nested.split_samples", split_samples),
         ("accumulate_grad_batches=4", 4),
         ("accumulate_grad_batches=null", None),
         ("chunked_cross_entropy=true", True),
@@ -115,6 +113,17 @@ def test_settings_of_an_optimizer_are_flags():
     assert callback.arguments["optimizer"] == LowBitOptimizer(
         "lion_8bit", optimizer_kwargs=betas, keep_32bit=("*.head.*",)
     )
+
+
+def test_settings_of_micro_batches_are_flags():
+    callback = from_flags(
+        "micro_batch_size=lightning_memsave.MicroBatching",
+        "micro_batch_size.micro_batch_size=2",
+        "micro_batch_size.loss_weight=tokens_shifted",
+        "micro_batch_size.split_batch=lightning_memsave.core.nested.split_samples",
+    )
+    expected = MicroBatching(2, loss_weight="tokens_shifted", split_batch=split_samples)
+    assert callback.arguments["micro_batch_size"] == expected
 
 
 def test_every_argument_has_a_flag_here():
@@ -194,8 +203,6 @@ def test_yaml():
         "budget": None,
         "blocks": ["re:layers[.]x", "Block"],
         "host_budget": None,
-        "loss_weight": "auto",
-        "split_batch": None,
         "exactness": "approximate",
         "predict": True,
         "report": False,

@@ -179,8 +179,6 @@ class TestPredict:
             ("--set", "chunked_cross_entropy=0", "Use `chunked_cross_entropy=True`"),
             ("--set", "low_precision_weights=half", 'Use `low_precision_weights="stochastic"`'),
             ("--set", "optimizer_in_backward=maybe", "Use `optimizer_in_backward=True`"),
-            ("--set", "split_batch=f", "Pass a function of batch and size"),
-            ("--set", "loss_weight=x", "Use one of 'auto', 'samples'"),
         ],
     )
     def test_options(self, option, value, said, capsys):
