@@ -21,7 +21,7 @@ from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.launches._count import Counts, Setup, count
 from benchmarks.stacks._run import SETTINGS, gpt2
-from lightning_memsave import find_blocks
+from lightning_memsave import MicroBatching, find_blocks
 from lightning_memsave.errors import IncompatibleError
 
 MIB = 2**20
@@ -103,7 +103,7 @@ class Row(NamedTuple):
 
 BY_HAND = "by hand"
 BY_HAND_8BIT = "by hand, bf16, 8-bit"
-PARTS = {"micro_batch_size": 1, "split_batch": in_parts}
+PARTS = {"micro_batch_size": MicroBatching(1, split_batch=in_parts)}
 BF16 = {"precision": "bf16-mixed"}
 
 

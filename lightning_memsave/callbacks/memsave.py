@@ -115,11 +115,6 @@ class MemSaveCallback(CallbackBase):
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
         host_budget: Host memory for ``offload``, such as ``"16GiB"``; ``None``: half of the free.
-        loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
-            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
-            batch.
-        split_batch: A function of batch and size that gives a list of batches, for batches that are
-            not made of tensors and lists with one entry per sample.
         exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             Settings that move them further are off in a stack, and refused if they are given.
         predict: Predict peak memory before the first step, by training two steps on fake tensors,
@@ -161,9 +156,6 @@ class MemSaveCallback(CallbackBase):
         budget: int | float | str | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         host_budget: int | str | None = None,
-        loss_weight: Literal["auto", "samples", "tokens", "tokens_shifted"]
-        | Callable[[Any], Any] = "auto",
-        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
         predict: bool | float = True,
         report: bool = True,

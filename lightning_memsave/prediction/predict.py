@@ -355,9 +355,10 @@ def simulated_arguments(
 
 # Also the bytes of the others, and the share of the samples.
 def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any, int, float]:
-    size = arguments["micro_batch_size"]
+    given = arguments["micro_batch_size"]
+    size = getattr(given, "micro_batch_size", given)
     # With the user's own split function, the batch may not be made of samples.
-    if not isinstance(size, int) or arguments["split_batch"] is not None:
+    if not isinstance(size, int) or getattr(given, "split_batch", None) is not None:
         return batch, 0, 1.0
     shared = find_shared_leaves(batch)[0]
     num_first, num_samples = MAX_MICRO_BATCHES * size, count_samples(batch, shared)

@@ -129,17 +129,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"micro_batch_size": MicroBatching}, r"Use `micro_batch_size=MicroBatching\(\)`"),
     ({"micro_batch_size": LowBitOptimizer()}, r"Use `micro_batch_size=MicroBatching\(\)`"),
-    ({"micro_batch_size": MicroBatching(2), "loss_weight": "samples"}, r"Pass `MicroBatching\("),
-    *(
-        ({"micro_batch_size": size, "loss_weight": wrong}, r"Use one of 'auto', 'samples'")
-        for size in ("auto", None)
-        for wrong in ("token", "", 3, True, ["tokens"])
-    ),
-    *(
-        ({"micro_batch_size": size, "split_batch": wrong}, r"Pass a function of batch and size")
-        for size in ("auto", None)
-        for wrong in ("rows", 3)
-    ),
     *(
         ({"chunked_cross_entropy": wrong}, r"Use `chunked_cross_entropy=True`, `chunked_.*=512`")
         for wrong in ("yes", 0, -1, 1.5, NAN, [256], ChunkedCrossEntropy, LowBitOptimizer())
@@ -190,6 +179,8 @@ def test_all_wrong_arguments_are_in_one_message():
         ("optimizer_kwargs", r'Write it as `optimizer=LowBitOptimizer\("8bit", keep_32bit='),
         ("keep_32bit", r'Write it as `optimizer=LowBitOptimizer\("8bit", keep_32bit='),
         ("force_8bit", r'Write it as `optimizer=LowBitOptimizer\("8bit", keep_32bit='),
+        ("loss_weight", r"Write `micro_batch_size=MicroBatching\(8, loss_weight="),
+        ("split_batch", r"Write `micro_batch_size=MicroBatching\(8, split_batch="),
         ("something", "Use `activation_checkpointing`, `optimizer`, "),
     ],
 )

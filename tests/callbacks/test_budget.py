@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import ActivationCheckpointing, MemSaveCallback
+from lightning_memsave import ActivationCheckpointing, MemSaveCallback, MicroBatching
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.errors import (
     ConfigurationError,
@@ -497,7 +497,8 @@ def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, p
     def make(**arguments: Any) -> MemSaveCallback:
         off: dict[str, Any] = {"optimizer": None, "optimizer_in_backward": None}
         given = ActivationCheckpointing("all")
-        return MemSaveCallback(given, split_batch=in_parts, budget=budget, **off, **arguments)
+        parts = MicroBatching("auto", split_batch=in_parts)
+        return MemSaveCallback(given, micro_batch_size=parts, budget=budget, **off, **arguments)
 
     budget = plain[2] * 2 // 5  # not without micro-batches
     callback = make()

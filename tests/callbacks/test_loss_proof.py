@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own abbreviation
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, MicroBatching
 from lightning_memsave.errors import (
     ConfigurationError,
     ExactnessWarning,
@@ -687,6 +687,8 @@ for _name, (_make, _batch, _expected) in MODELS.items():
 
 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
+    details = {n: settings.pop(n) for n in ("loss_weight", "split_batch") if n in settings}
+    size = MicroBatching(size, **details) if details else size
     off = ("activation_checkpointing", "optimizer", "precision", "chunked_cross_entropy")
     return MemSaveCallback(
         **{

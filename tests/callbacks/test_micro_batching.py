@@ -43,6 +43,8 @@ BATCH_NORM = "ignore:.*and batch normalisation:lightning_memsave.errors.Exactnes
 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     """Nothing but micro-batches."""
+    details = {n: settings.pop(n) for n in ("loss_weight", "split_batch") if n in settings}
+    size = MicroBatching(size, **details) if details else size
     defaults: dict[str, Any] = {
         "activation_checkpointing": None,
         "optimizer": None,
@@ -187,7 +189,9 @@ class TestSameGradients:
         """What counting tokens is for."""
         make_model, make_batches, loss_of, _ = LOSSES["tokens"]
         lit = recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, [])
-        with pytest.raises(IncompatibleError, match=r"loss_weight='samples'.*Pass `loss_weight=`"):
+        with pytest.raises(
+            IncompatibleError, match=r"loss_weight='samples'.*`MicroBatching\(loss_weight="
+        ):
             fit(lit, only(3, loss_weight="samples"))
 
     def test_weights_are_said_once_and_in_the_table(self, caplog):

@@ -13,6 +13,7 @@ from lightning_memsave import (
     ConfigurationError,
     MemSaveCallback,
     MemSaveCLIMixin,
+    MicroBatching,
 )
 from lightning_memsave.cli import lightning_pytorch, pytorch_lightning
 from lightning_memsave.cli.main import main
@@ -85,15 +86,19 @@ def test_every_argument_of_the_callback_is_a_flag(name, capsys):
 
 @packages
 def test_functions_are_given_by_their_import_path(name, capsys):
-    flags = ("--memsave.split_batch=torch.split", "--memsave.micro_batch_size=2")
-    assert callback_of(run_cli(name, *flags)).arguments["split_batch"] is torch.split
+    flags = (
+        "--memsave.micro_batch_size=lightning_memsave.MicroBatching",
+        "--memsave.micro_batch_size.micro_batch_size=2",
+        "--memsave.micro_batch_size.split_batch=torch.split",
+    )
+    expected = MicroBatching(2, split_batch=torch.split)
+    assert callback_of(run_cli(name, *flags)).arguments["micro_batch_size"] == expected
     capsys.readouterr()
     with pytest.raises(SystemExit, match="0"):
         run_cli(name, *flags, "--print_config")
     Path("printed.yaml").write_text(capsys.readouterr().out)
     arguments = callback_of(run_cli(name, "--config=printed.yaml")).arguments
-    assert arguments["split_batch"] is torch.split
-    assert arguments["micro_batch_size"] == 2
+    assert arguments["micro_batch_size"] == expected
 
 
 @packages

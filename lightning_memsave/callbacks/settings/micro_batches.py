@@ -12,7 +12,7 @@ from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
 from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import ConfigurationError, ExactnessWarning, MemsaveWarning, Problem
+from lightning_memsave.errors import ExactnessWarning, MemsaveWarning, Problem
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
@@ -33,26 +33,14 @@ PROBED_STEPS = 2
 
 def read_micro_batching(arguments: Arguments) -> tuple[MicroBatching | None, str]:
     """Read the size, and why the limit switches it off."""
-    name, details = "micro_batch_size", _details_of(arguments)
-    wanted = arguments[name]
-    if isinstance(wanted, MicroBatching) and details:
-        raise ConfigurationError(
-            f"{', '.join(f'`{name}`' for name in details)} is not used with "
-            f"`{name}={wanted!r}`. Pass `MicroBatching(...)` with it."
-        )
+    wanted = arguments["micro_batch_size"]
     if wanted is None:
-        MicroBatching(**details)  # refuses what is wrong with them
         return None, ""
     technique = wanted
     if not isinstance(wanted, MicroBatching):
-        refuse_technique(name, wanted, MicroBatching)
-        technique = MicroBatching(wanted, **details)
-    return technique, why_beyond(arguments, name, technique.exactness)
-
-
-def _details_of(arguments: Arguments) -> dict[str, Any]:
-    defaults = {"loss_weight": "auto", "split_batch": None}
-    return {n: arguments[n] for n, default in defaults.items() if arguments[n] != default}
+        refuse_technique("micro_batch_size", wanted, MicroBatching)
+        technique = MicroBatching(wanted)
+    return technique, why_beyond(arguments, "micro_batch_size", technique.exactness)
 
 
 def find_conflicts(
@@ -148,8 +136,8 @@ def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: s
 def refusal_of(what: str, proof: Proof) -> Problem:
     """Write that a loss cannot be split, why, and what to do."""
     fix = (
-        "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; "
-        "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
+        "Pass `MicroBatching(loss_weight=...)`, a function of a micro-batch that gives what its loss is "
+        "divided by; set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
     )
     return Problem(f"`{what}`", proof.reason, proof.fix or fix)
 

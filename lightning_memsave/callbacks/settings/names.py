@@ -22,6 +22,8 @@ INSTEAD: Mapping[str, str] = {
     "optimizer_kwargs": _OF_OPTIMIZER,
     "keep_32bit": _OF_OPTIMIZER,
     "force_8bit": _OF_OPTIMIZER,
+    "loss_weight": "Write `micro_batch_size=MicroBatching(8, loss_weight=...)`.",
+    "split_batch": "Write `micro_batch_size=MicroBatching(8, split_batch=...)`.",
     "early_release": "Remove it: tensors are always freed early.",
     "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
 }

@@ -22,7 +22,7 @@ Step: TypeAlias = Callable[[Any], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MicroBatching(Technique[Step]):
     """Split each batch into micro-batches whose gradients sum to the gradient of the batch.
 
