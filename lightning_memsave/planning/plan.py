@@ -34,7 +34,6 @@ class Plan:
     device_bytes: int
     time_ratio: float
     is_verified: bool = False
-    seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
     host_bytes: int = 0
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
@@ -99,6 +98,7 @@ class MemoryPlan(JupyterMixin):
             is not known.
         notes: What else there is to say of it: that the search was cut off, and why the host has
             things in a smaller form.
+        ladder: In a fit with ``budget=``, the plans that can take its place when memory runs out.
 
     Example:
         >>> how = 'MemSaveCallback(stack="off", optimizer="8bit")'
@@ -117,6 +117,7 @@ class MemoryPlan(JupyterMixin):
     num_predictions: int = 0
     unchanged_seconds: tuple[float, float] = (0.0, 0.0)
     notes: tuple[str, ...] = ()
+    ladder: tuple[Plan, ...] = ()
 
     def step_seconds(self, plan: Plan) -> tuple[float, float]:
         """Say how long a step of a plan should take.

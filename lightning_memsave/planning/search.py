@@ -145,8 +145,7 @@ class PlanSearch:
         """List the plans to which a fit can change."""
         # They differ from the plan found last in recomputation and micro-batches only, and are as
         # exact, or more exact with whole batches, for a loss that cannot be split; the largest
-        # first, and that plan among them. Some may be slower than smaller ones: measured times may
-        # be others.
+        # first, and that plan among them.
         chosen = self._chosen
         if chosen is None:  # a plan without predictions
             return []
@@ -390,7 +389,6 @@ class PlanSearch:
         settings = self._settings_of(candidate)
         prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
         num_bytes = self._estimate(candidate)
-        by_phase = candidate.variant.seconds_by_phase(candidate.kinds, self._variants.rates)
         return Plan(
             settings,
             as_code(self._what_if.step.make_callback, settings),
@@ -399,7 +397,6 @@ class PlanSearch:
             prediction.device_bytes if prediction else num_bytes,
             candidate.seconds / self._unchanged_s,
             prediction is not None,
-            by_phase,
             self._host_bytes(candidate),
             prediction,
         )

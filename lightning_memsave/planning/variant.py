@@ -9,7 +9,6 @@ from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.parameters import ParameterTable
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate
-from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -80,13 +79,6 @@ class Variant:
     def host_bytes(self, kinds: Sequence[str]) -> int:
         """Estimate bytes on the host."""
         return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
-
-    def seconds_by_phase(self, kinds: Sequence[str], rates: Rates) -> dict[str, float]:
-        """Estimate seconds by phase, always from recorded work, so that they can be compared."""
-        if self.costs is not None:
-            return self.costs.seconds_by_phase(kinds)
-        assert self.prediction is not None, "one of the two is there"
-        return dict(step_time(self.prediction.work, rates).by_phase)
 
     def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
         """Estimate bytes on the device and seconds."""
