@@ -193,6 +193,7 @@ class BudgetSetting(Setting):
             f"planned for {format_bytes(made.budget_bytes)}: {plan.short}",
             needs,
             *filter(None, [self._note]),
+            *(f"`{name}` is advised against: {why}" for name, why in plan.not_advised.items()),
         ]
         self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
 
