@@ -243,8 +243,8 @@ class Variants:
         beside = variant.beside
         on = self._on_in(variant)
         unwanted = [c for c in on if c.exactness.rank or not c.changes.keys().isdisjoint(FINAL)]
-        order = lambda c: (c.is_advised_against, c.exactness.rank)  # noqa: E731
-        for one in sorted(unwanted, key=order, reverse=True):
+        unwanted.sort(key=lambda c: (c.is_advised_against, c.exactness.rank), reverse=True)
+        for one in unwanted:
             for rest in self._less(on, one):
                 changes = changes_of(rest, beside)
                 is_small = self._weights_on_host(changes) <= self.host_budget_bytes
