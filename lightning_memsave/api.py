@@ -224,7 +224,8 @@ def explain_memory(
         cardinalities: For tabular models: number of categories of each column.
         sequence_axis: Axis of the batch's tensors that is the sequence; ``None`` finds token ids.
         factors: Names of the factors to compute; ``None`` for all.
-        remedies: Whether to look for settings that lower the peak, with about 15 predictions.
+        remedies: Whether to look for settings that lower the peak, with about 15 predictions; for a
+            GPU that the step does not fit, with a plan.
         loss: As for `predict_memory`.
         attention: As for `predict_memory`.
         trainer_arguments: As for `predict_memory`.

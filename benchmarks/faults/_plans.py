@@ -26,7 +26,7 @@ from benchmarks.faults._fits import Faults, digest
 from benchmarks.plan._budgets import MODELS, train
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import memsave
-from lightning_memsave.planning.ladder import RunPlan
+from lightning_memsave.callbacks.settings.budget import read_plan
 from lightning_memsave.techniques.micro_batching.loss_proof import prove
 
 LIMIT_S = 300
@@ -136,7 +136,7 @@ class PlannedFit:
             "digest": digest(module),
             "weights": _flat(module) if self.case.exactness != "bitwise" else [],
             "plan": watch.state,
-            "is_found": callback.plan is not None and callback.plan.found is not None,
+            "is_found": callback.plan is not None and bool(callback.plan.frontier),
             "num_ops": self.num_ops,
             "starts": self.starts,
             "failed": self.failed,
@@ -181,7 +181,7 @@ def _fail_again(module: Any, fit: PlannedFit) -> None:
 
 @contextmanager
 def _known_plan(state: dict[str, Any] | None) -> Iterator[None]:
-    made = None if state is None else RunPlan.from_state(state)
+    made = None if state is None else read_plan(state)
     known: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if made is not None:
         known = mock.patch.object(memsave, "plan_fit", return_value=made)

@@ -191,13 +191,11 @@ def train(model: Small, **settings: Any) -> dict[str, Any]:
         return found
     made = callback.plan
     last = callback.state_dict().get("plan", {}).get("plan", made.plan.to_dict())
-    seconds = 0.0 if made.found is None else made.found.seconds
-    number = 0 if made.found is None else made.found.num_predictions
     return found | {
         "plan": made.plan.to_dict(),
         "changed_to": None if last["settings"] == made.plan.settings else last,
-        "search_s": seconds,
-        "num_predictions": number,
+        "search_s": made.seconds,
+        "num_predictions": made.num_predictions,
     }
 
 

@@ -122,15 +122,6 @@ class GPUMemoryMonitor(CallbackBase):
         """What the last fit needed; ``None`` before the end of the first one."""
         return self._summary
 
-    def recent_peak_bytes(self) -> int | None:
-        """Give the peak of the running fit since `measure_again`; ``None`` if it is not known."""
-        return None if self._run is None else self._run.probe.recent_peak()
-
-    def measure_again(self) -> None:
-        """Measure as at the start of the fit, as another plan for its memory has come in force."""
-        if self._run is not None:
-            self._run.probe.begin_again()
-
     def __getstate__(self) -> dict[str, Any]:
         # A run holds handles of the driver.
         return self.__dict__ | {"_run": None, "run_prediction": None, "host_bytes_of": None}

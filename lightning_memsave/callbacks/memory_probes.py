@@ -53,10 +53,8 @@ class Probe(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.highest = PeakReadings()
-        self._recent_bytes: int | None = None
         self.notes: list[str] = []
         self._num_steps = 0
-        self._early_until = _NUM_EARLY_STEPS
         self._largest_batch_bytes: int | None = None
 
     def is_larger(self, batch: object) -> bool:
@@ -73,18 +71,6 @@ class Probe(ABC):
     def name(self) -> str:
         """Name of the device, for people."""
         return str(self.device)
-
-    def begin_again(self) -> None:
-        """Measure the next steps as the first ones, as they need less or more than before."""
-        self._recent_bytes = None
-        self._early_until = self._num_steps + _NUM_EARLY_STEPS
-
-    def recent_peak(self) -> int | None:
-        """Give the peak since `begin_again`, between steps; ``None`` if there is none yet."""
-        return self._recent_bytes
-
-    def _note_recent(self, num_bytes: int) -> None:
-        self._recent_bytes = max(self._recent_bytes or 0, num_bytes)
 
     @abstractmethod
     def begin_step(self, is_logged: bool) -> None:
@@ -146,19 +132,8 @@ class CudaProbe(Probe):
         return torch.cuda.get_device_name(self.device)
 
     @override
-    def begin_again(self) -> None:
-        self._note_peaks()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        super().begin_again()
-
-    @override
-    def recent_peak(self) -> int | None:
-        self._note_peaks()
-        return super().recent_peak()
-
-    @override
     def begin_step(self, is_logged: bool) -> None:
-        is_early = self._num_steps < self._early_until
+        is_early = self._num_steps < _NUM_EARLY_STEPS
         self._is_read = is_logged or is_early
         if self._is_read and self._num_steps:
             self._note_peaks()
@@ -203,7 +178,6 @@ class CudaProbe(Probe):
         self._reading = reading = read_allocator(self.device)
         if reading is not None:
             highest = self.highest
-            self._note_recent(reading.peak_allocated_bytes)
             highest.peak_bytes = max(highest.peak_bytes or 0, reading.peak_allocated_bytes)
             highest.reserved_bytes = max(highest.reserved_bytes or 0, reading.peak_reserved_bytes)
 
@@ -264,7 +238,7 @@ class LiveTensorsProbe(Probe):
     @override
     def begin_step(self, is_logged: bool) -> None:
         self._step_peak = self._live_bytes = None
-        self._is_counted = self._can_count and (is_logged or self._num_steps < self._early_until)
+        self._is_counted = self._can_count and (is_logged or self._num_steps < _NUM_EARLY_STEPS)
 
     @override
     def begin_batch(
@@ -294,7 +268,6 @@ class LiveTensorsProbe(Probe):
         if peak is None:
             return
         self.highest.num_counted_steps = (self.highest.num_counted_steps or 0) + 1
-        self._note_recent(peak.total_bytes)
         if peak.total_bytes > (self.highest.peak_bytes or 0):
             self.highest.peak_bytes = peak.total_bytes
             self.highest.by_category = peak.by_category()

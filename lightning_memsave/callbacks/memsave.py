@@ -12,7 +12,7 @@ from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
-from lightning_memsave.callbacks.settings.budget import BudgetSetting
+from lightning_memsave.callbacks.settings.budget import BudgetSetting, read_plan
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import (
     ActivationCheckpointingSetting,
@@ -27,7 +27,7 @@ from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from lightning_memsave.oom.report import add_advice, out_of_memory_in
-from lightning_memsave.planning.ladder import RunPlan
+from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -168,7 +168,7 @@ class MemSaveCallback(CallbackBase):
         self.monitor = GPUMemoryMonitor() if is_measured else None
         """What measures a fit, unless the Trainer has a monitor among its callbacks."""
         self._in_force: Mapping[str, Any] = with_stack(self.arguments)
-        self.plan: RunPlan | None = None
+        self.plan: MemoryPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_planning: Callable[[], None] | None = None
         self._prediction = RunPrediction(time_limit(predict))
@@ -269,7 +269,7 @@ class MemSaveCallback(CallbackBase):
         self._budget.use(self.plan)
         self._settings.find(ActivationCheckpointingSetting).blocks = self.arguments["blocks"]
         if self._micro_batches.is_auto:
-            needed = size if self.plan.found is None else None  # of the checkpoint
+            needed = None if self.plan.frontier else size  # of the checkpoint
             self._micro_batches.plan(chosen.get("micro_batch_size"), needed)
         if problems := self._settings.apply(trainer, pl_module, True):
             raise IncompatibleError(type(self).__name__, problems)
@@ -305,21 +305,21 @@ class MemSaveCallback(CallbackBase):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Predict the memory of the fit when its first batch is there, or refine its plan."""
+        """Predict the memory of the fit when its first batch is there."""
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
             self._use_prediction()
         if self.plan is not None:
-            self._budget.begin_batch(trainer, self._reported)
+            self._budget.watch(trainer, is_start=True)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the time of the optimizer, and change the plan where memory was short."""
+        """Change the plan where CUDA's allocator had to give memory back in the batch."""
         self._has_trained = True
         if self.plan is not None:
-            self._budget.end_batch(trainer)
+            self._budget.watch(trainer, is_start=False)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish updates on the host before hooks that may read weights."""
@@ -328,15 +328,8 @@ class MemSaveCallback(CallbackBase):
     on_validation_start = on_train_epoch_end
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Materialize logits that are still referenced, and end the time of forward."""
+        """Materialize logits that are still referenced."""
         self._settings.find(ChunkedCrossEntropySetting).before_backward(pl_module)
-        if self.plan is not None:
-            self._budget.mark("forward")
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """End the time of backward."""
-        if self.plan is not None:
-            self._budget.mark("backward")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what is known and restore the module, as ``teardown`` is not called; never raises.
@@ -399,7 +392,7 @@ class MemSaveCallback(CallbackBase):
     def load_state_dict(self, state_dict: Any) -> None:
         """Continue with the micro-batch size and the plan of the run that wrote the checkpoint."""
         if isinstance(state_dict, Mapping) and self.arguments["budget"] is not None:
-            self.plan = RunPlan.from_state(state_dict.get("plan"))
+            self.plan = read_plan(state_dict.get("plan"))
         size = state_dict.get("micro_batch_size") if isinstance(state_dict, Mapping) else state_dict
         if type(size) is int and size >= 1:
             self._micro_batches.size = size if self._micro_batches.is_auto else None  # or given

@@ -16,8 +16,7 @@ from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.planning.budget import read_budget
-from lightning_memsave.planning.ladder import RunPlan
-from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
@@ -37,12 +36,12 @@ def plan_fit(
     pl_module: Any,
     make_callback: Callable[..., Any],
     arguments: Mapping[str, Any],
-    saved: RunPlan | None,
-) -> RunPlan:
+    saved: MemoryPlan | None,
+) -> MemoryPlan:
     """Plan a fit, on rank zero, for all ranks."""
     why = obstacle(trainer, pl_module)
     batch = None if why else first_batch(trainer)
-    outcome: RunPlan | Exception | None = None
+    outcome: MemoryPlan | Exception | None = None
     if trainer.is_global_zero:
         try:
             if why:
@@ -73,10 +72,10 @@ def _plan(
     pl_module: Any,
     make_callback: Callable[..., Any],
     arguments: Mapping[str, Any],
-    saved: RunPlan | None,
+    saved: MemoryPlan | None,
     *,
     batch: Any,
-) -> RunPlan:
+) -> MemoryPlan:
     device = trainer.strategy.root_device
     if batch is None:
         raise _refusal(arguments, "there is no batch to plan with")
@@ -106,24 +105,19 @@ def _plan(
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():
         search = search_for(what_if, exactness, limit_s, closed)
-        found, ladder = _find(search, budget_bytes)
-    plan = found.plan
-    prediction = plan.prediction
-    measurable_bytes = plan.peak_bytes if prediction is None else prediction.measurable_bytes
-    unmeasured_bytes = plan.device_bytes - measurable_bytes
-    return RunPlan(plan, budget_bytes, found.margin_bytes, ladder, found, unmeasured_bytes)
+        return _find(search, budget_bytes)
 
 
 # A slow search must not end a fit that might train: the wall, and smaller micro-batches when memory
 # runs out, are there all the same.
-def _find(search: PlanSearch, budget_bytes: int) -> tuple[MemoryPlan, tuple[Plan, ...]]:
+def _find(search: PlanSearch, budget_bytes: int) -> MemoryPlan:
     try:
         found = search.find(budget_bytes)
     except TimeoutError:
         if not search.is_out_of_time:
             raise
         found = search.least(budget_bytes)
-    return found, tuple(search.ladder()) or (found.plan,)
+    return replace(found, ladder=tuple(search.ladder()) or (found.plan,))
 
 
 # What stands against the strategy or the module stays off; the settings know it.

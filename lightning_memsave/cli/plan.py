@@ -204,11 +204,11 @@ def _yaml(case: _Case, target: "Target", arguments: argparse.Namespace) -> str:
     import yaml  # type: ignore[import-untyped] # it comes without types
 
     from lightning_memsave.callbacks.memsave import MemSaveCallback
-    from lightning_memsave.prediction.training_step import changed_arguments
+    from lightning_memsave.planning.plan import short_settings
 
     # Techniques with a `class_path` are written as they were read.
     given = {**(target.settings or {}), **read_settings(arguments.set)}
-    shown = changed_arguments(MemSaveCallback, case.best.settings)
+    shown = short_settings(MemSaveCallback, case.best.settings, case.best.exactness)
     shown |= {n: given[n] for n in shown if isinstance(given.get(n), dict)}
     plain = {n: _plain(v) for n, v in shown.items()}
     callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": plain}

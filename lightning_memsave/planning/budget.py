@@ -8,13 +8,11 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.constants import TYPICAL_GPU
 from lightning_memsave.planning.step_time import Rates, host_memory_rate, measure_rates
 from lightning_memsave.prediction.cuda.constants import margin_bytes
 from lightning_memsave.prediction.cuda.gpus import GPUS, Gpu
 from lightning_memsave.units import MIB, format_bytes, parse_bytes
-
-# Of a GPU for which only a size is known: of the capability that is assumed for its kernels.
-_TYPICAL = "A100-40GB"
 
 
 def margin_of(budget_bytes: int, gpu: Gpu | None, device: str) -> int:
@@ -87,7 +85,7 @@ def rates_of(gpu: Gpu | None, device: str, *, is_local: bool = False) -> Rates:
     if device == "cpu":
         return _rates_of_cpu(torch.get_num_threads())
     throughput = None if gpu is None else gpu.throughput
-    rates = Rates.of_gpu(throughput or GPUS[_TYPICAL].throughput)  # type: ignore[arg-type]
+    rates = Rates.of_gpu(throughput or GPUS[TYPICAL_GPU].throughput)  # type: ignore[arg-type]
     return replace(rates, host_memory_bytes=host_memory_rate()) if is_local else rates
 
 

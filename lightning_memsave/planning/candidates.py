@@ -1,17 +1,17 @@
-"""Settings that may lower the peak, the cheapest first."""
+"""Single settings of `MemSaveCallback` that may lower the peak of a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_memsave.core.technique import Offer
+from lightning_memsave.core.technique import Exactness, Offer
+from lightning_memsave.explain.dominant_parts import dominant_embedding
+from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.registry import Entry, entries, values_of
+from lightning_memsave.techniques.registry import Entry, entries
 
-_SUM = "the sum of their costs"
-_EXACTNESS = ("bitwise", "rounding", "approximate")
-_STACK, _HOST = "single_gpu", "offload"
-"""Stacks; the second is an argument, too."""
+MICRO_BATCH, OFFLOAD = "micro_batch_size", "offload"
+_SMALL_KERNELS = "smaller kernels, slower the smaller they are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,34 @@ class Candidate:
 
     name: str
     changes: Mapping[str, Any]
-    exactness: str
+    exactness: Exactness
     cost: str
     slowdown: float = 0.0
+
+    @property
+    def argument(self) -> str:
+        """The argument that it sets."""
+        return next(iter(self.changes))
+
+    @property
+    def is_advised_against(self) -> bool:
+        """Whether it is something that `advised_against` names."""
+        return bool(advised_against(self.changes))
+
+
+def advised_against(settings: Mapping[str, Any]) -> dict[str, str]:
+    """List settings that the defaults leave off and `memsave doctor` warns of, with the reason."""
+    found = {}
+    if str(settings.get("precision")).startswith("16"):
+        found["precision"] = "float16 has a small range, and training can overflow"
+    if getattr(settings.get("optimizer"), "force_8bit", ()):
+        found["optimizer"] = "with 8-bit state of embeddings, training can become unstable"
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class CurrentSettings:
-    """What is trained now."""
+    """The settings of the unchanged step."""
 
     arguments: Mapping[str, Any]
     precision: str
@@ -60,68 +80,30 @@ class CurrentSettings:
         return self.arguments.get(name) not in (None, False)
 
 
+def candidates_of(what_if: WhatIf, settings: Mapping[str, Any] | None = None) -> list[Candidate]:
+    """List what may be changed in a step, with other settings than its own if they are given."""
+    step = what_if.step.with_settings(settings or {})
+    now = CurrentSettings(
+        step.effective_settings,
+        step.precision,
+        what_if.gpu is None or what_if.gpu.has_bf16,
+        what_if.num_samples or 0,
+        dominant_embedding(what_if.table),
+        what_if.overflows,
+        what_if.device,
+    )
+    return single_candidates(now)
+
+
 def single_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List the techniques that can be switched on alone, without micro-batches and the host."""
-    found = []
-    for entry in entries():
-        if entry.argument != _HOST:
-            found += _WITH_CONDITIONS.get(entry.argument, _of_entry)(now, entry)
-    return sorted(found, key=lambda one: (one.exactness == "approximate", one.slowdown))
+    """List single settings: the cheapest first, then the host's memory, then what is unwise."""
 
+    def order(one: Candidate) -> tuple[bool, bool, bool, float]:
+        is_approximate = one.exactness is Exactness.APPROXIMATE
+        return one.is_advised_against, one.argument == OFFLOAD, is_approximate, one.slowdown
 
-def micro_batch_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List smaller micro-batches."""
-    size = now.arguments.get("micro_batch_size")
-    if size not in (None, "auto") and not isinstance(size, int):
-        return []
-    number = size if isinstance(size, int) else now.num_samples
-    sizes = dict.fromkeys(size for size in (number // 2, number // 4, 1) if 0 < size < number)
-    cost = "smaller kernels, slower the smaller they are"
-    return [
-        Candidate(f"micro-batches of {n}", {"micro_batch_size": n}, "rounding", cost) for n in sizes
-    ]
-
-
-def joint_candidates(now: CurrentSettings, helpful: Sequence[Candidate]) -> list[Candidate]:
-    """List what can be switched on together."""
-    if len(helpful) < 2:
-        return []
-    # Weights of 16 bits are for when nothing else is enough.
-    joined = [c for c in helpful if "low_precision_weights" not in c.changes]
-    settings = {name: value for c in joined for name, value in c.changes.items()}
-    settings.pop("micro_batch_size", None)
-    is_open = now.arguments.get("micro_batch_size") in (None, "auto")
-    of_one = {"micro_batch_size": 1} if is_open and now.num_samples > 1 else {}
-    exactness = max((c.exactness for c in joined), key=_EXACTNESS.index, default="bitwise")
-    found = [Candidate("all together", settings, exactness, _SUM)]
-    if of_one:
-        exactness = max(exactness, "rounding", key=_EXACTNESS.index)
-        name = "all together, one sample at once"
-        found.append(Candidate(name, settings | of_one, exactness, _SUM))
-    return [*found, *_stack(now, _STACK)]
-
-
-def host_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List what uses the host's memory, for when nothing else is enough."""
-    entry = next(entry for entry in entries() if entry.argument == _HOST)
-    if now.device == "cpu" or now.is_on(_HOST):
-        return []
-    # A CPU rounds updates in another way than a GPU.
-    found = [replace(one, exactness="rounding") for one in _of_entry(now, entry)]
-    return [*found, *_stack(now, _HOST)]
-
-
-def _stack(now: CurrentSettings, name: str) -> list[Candidate]:
-    if not now.may_have_bf16_weights:
-        return []
-    size = now.arguments.get("micro_batch_size")
-    values = {"stack": name} | dict.fromkeys(values_of(name), "auto")
-    values |= {} if size in (None, "auto") else {"micro_batch_size": size}
-    found = [Candidate(f"stack {name}", values, "approximate", _SUM)]
-    if size in (None, "auto") and now.num_samples > 1:
-        of_one = values | {"micro_batch_size": 1}
-        found.append(Candidate(f"stack {name}, one sample at once", of_one, "approximate", _SUM))
-    return found
+    offered = (_WITH_CONDITIONS.get(e.argument, _of_entry)(now, e) for e in entries())
+    return sorted((one for found in offered for one in found), key=order)
 
 
 def _of_entry(now: CurrentSettings, entry: Entry) -> list[Candidate]:
@@ -132,7 +114,9 @@ def _of_entry(now: CurrentSettings, entry: Entry) -> list[Candidate]:
 
 def _candidate(entry: Entry, offer: Offer, **changes: Any) -> Candidate:
     changes = {entry.argument: offer.value} | changes
-    return Candidate(offer.name, changes, entry.exactness.value, offer.cost, offer.slowdown)
+    # A CPU rounds updates in another way than a GPU.
+    exactness = Exactness.ROUNDING if entry.argument == OFFLOAD else entry.exactness
+    return Candidate(offer.name, changes, exactness, offer.cost, offer.slowdown)
 
 
 def _precision(now: CurrentSettings, entry: Entry) -> list[Candidate]:
@@ -147,6 +131,16 @@ def _activation_checkpointing(now: CurrentSettings, entry: Entry) -> list[Candid
     if which in ("all", "auto", "nested"):
         return []
     return [_candidate(entry, offer) for offer in entry.offers if offer.value != which]
+
+
+def _micro_batches(now: CurrentSettings, entry: Entry) -> list[Candidate]:
+    size = now.arguments.get(MICRO_BATCH)
+    if size not in (None, "auto") and not isinstance(size, int):
+        return []
+    number = size if isinstance(size, int) else now.num_samples
+    sizes = dict.fromkeys(size for size in (number // 2, number // 4, 1) if 0 < size < number)
+    offers = (Offer(f"micro-batches of {n}", n, _SMALL_KERNELS, 0.4) for n in sizes)
+    return [_candidate(entry, offer) for offer in offers]
 
 
 def _optimizer(now: CurrentSettings, entry: Entry) -> list[Candidate]:
@@ -166,10 +160,16 @@ def _low_precision_weights(now: CurrentSettings, entry: Entry) -> list[Candidate
     return [_candidate(entry, offer, precision="bf16-mixed") for offer in entry.offers]
 
 
+def _offload(now: CurrentSettings, entry: Entry) -> list[Candidate]:
+    return [] if now.device == "cpu" else _of_entry(now, entry)
+
+
 # What depends on more than whether it is on.
 _WITH_CONDITIONS: Mapping[str, Callable[[CurrentSettings, Entry], list[Candidate]]] = {
     "precision": _precision,
     "activation_checkpointing": _activation_checkpointing,
+    MICRO_BATCH: _micro_batches,
     "optimizer": _optimizer,
     "low_precision_weights": _low_precision_weights,
+    OFFLOAD: _offload,
 }

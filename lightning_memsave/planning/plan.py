@@ -1,7 +1,7 @@
 """Plans: settings with their predicted memory and time, and what is said of them."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,11 +12,13 @@ from rich.text import Text
 
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.core.technique import Technique, as_config
+from lightning_memsave.planning.constants import MENTIONED
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.units import format_bytes
+from lightning_memsave.prediction.training_step import changed_arguments
+from lightning_memsave.techniques.registry import BARE, entries, values_of, with_stack
+from lightning_memsave.units import MIB, format_bytes
 
 _WIDTH, _SETTINGS_WIDTH = 98, 54
-_MENTIONED = 0.02  # of the bytes on the device
 _CERTAINTY = (
     "Times are ratios to the unchanged step, estimated from its kernels, not measured; seconds are "
     'a range, as a GPU reaches more or less of its data sheet. Sizes with "about" are estimated '
@@ -35,9 +37,9 @@ class Plan:
     device_bytes: int
     time_ratio: float
     is_verified: bool = False
-    seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
     host_bytes: int = 0
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
+    not_advised: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain values, for JSON."""
@@ -69,7 +71,7 @@ class Plan:
         return ", ".join(
             f"{format_bytes(size)} of {name.replace('_', ' ')}"
             for name, size in sorted(sizes.items(), key=lambda item: -item[1])
-            if size > _MENTIONED * self.device_bytes
+            if size > MENTIONED * self.device_bytes
         )
 
     @property
@@ -100,6 +102,7 @@ class MemoryPlan(JupyterMixin):
             is not known.
         notes: What else there is to say of it: that the search was cut off, and why the host has
             things in a smaller form.
+        ladder: In a fit with ``budget=``, the plans that can take its place when memory runs out.
 
     Example:
         >>> how = 'MemSaveCallback(stack="off", optimizer="8bit")'
@@ -118,6 +121,7 @@ class MemoryPlan(JupyterMixin):
     num_predictions: int = 0
     unchanged_seconds: tuple[float, float] = (0.0, 0.0)
     notes: tuple[str, ...] = ()
+    ladder: tuple[Plan, ...] = ()
 
     def step_seconds(self, plan: Plan) -> tuple[float, float]:
         """Say how long a step of a plan should take.
@@ -183,7 +187,7 @@ class MemoryPlan(JupyterMixin):
                 plan.size,
                 "yes" if self.fits(plan) else "NO",
                 f"{plan.time_ratio:.2f}",
-                plan.exactness,
+                f"{plan.exactness}{', not advised' if plan.not_advised else ''}",
                 _listed(rest) or ("nothing else" if shared else "nothing on"),
             )
             table.add_row(*map(Text, cells), style="bold" if plan == self.plan else "")
@@ -200,7 +204,7 @@ class MemoryPlan(JupyterMixin):
             f", of which {format_bytes(self.margin_bytes)} stay free" if self.margin_bytes else ""
         )
         host = format_bytes(self.plan.host_bytes)
-        on_host = f" and {host} on the host" if self.plan.host_bytes else ""
+        on_host = f" and {host} on the host" if self.plan.host_bytes >= MIB else ""
         head = (
             f"The fastest plan for {format_bytes(self.budget_bytes)}{free}: {self.plan.size} on "
             f"the device{on_host}, {self.plan.time_ratio:.2f} times the time of the unchanged step"
@@ -236,6 +240,30 @@ class MemoryPlan(JupyterMixin):
 
     def __repr__(self) -> str:
         return f"<MemoryPlan for {format_bytes(self.budget_bytes)}: {self.plan}>"
+
+
+def short_settings(
+    make_callback: Callable[..., Any], settings: Mapping[str, Any], exactness: str
+) -> dict[str, Any]:
+    """Leave out of a plan's settings what `MemSaveCallback` does without a word."""
+    changed = changed_arguments(make_callback, settings)
+
+    def effective(of: Mapping[str, Any]) -> dict[str, Any]:
+        found = with_stack(make_callback(**of).arguments)
+        return {n: v for n, v in found.items() if n not in ("stack", "from_stack")}
+
+    # A technique that is on is written all the same: what comes from a stack may stay off.
+    techniques = [entry.argument for entry in entries() if entry.technique is not None]
+
+    def beside(stack: str | None) -> dict[str, Any]:
+        values = values_of(stack or BARE)
+        silent = {n: v for n, v in values.items() if v in (None, "auto") or n not in techniques}
+        rest = {n: v for n, v in changed.items() if n not in silent or v != silent[n]}
+        return rest if stack is None else {"stack": stack, **rest}
+
+    stacks = (None, "bitwise") if exactness == "bitwise" else (None,)
+    same = [s for s in map(beside, stacks) if effective(s) == effective(settings)]
+    return min([*same, changed], key=lambda s: [*s.values()].count(None))
 
 
 # Of functions and modules that the user has given: neither JSON nor pickle may take them.

@@ -1,4 +1,4 @@
-"""Which blocks of a model are in the steps that are recorded for the planner."""
+"""Shorten a model to a few blocks of each kind, so that recording a step is fast."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_memsave.core.blocks import Block, find_blocks
 from lightning_memsave.planning.block_costs import KEEP, Run, can_be_cut, runs_of
+from lightning_memsave.planning.constants import MOST_NESTED
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -16,7 +17,6 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     parts_of,
 )
 
-_MOST_NESTED = 12
 # Of a run of equal blocks so many are recorded, in this order.
 _RECORDED = ("nested", "full", "selective", KEEP)
 
@@ -124,7 +124,7 @@ def choices(number: int, kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:
     # The first blocks need recomputation most: their activations live longest. One kind follows
     # another in the order of what they save.
     for first, second in itertools.pairwise((*kinds, KEEP)):
-        step = max(1, number // _MOST_NESTED) if first == "nested" else 1
+        step = max(1, number // MOST_NESTED) if first == "nested" else 1
         for num_first in range(0, number + 1, step):
             for num_second in range(1 if second == KEEP else number - num_first + 1):
                 rest = number - num_first - num_second

@@ -1,28 +1,26 @@
-"""Find the settings that lower the peak, and by how much."""
+"""Single settings that lower the peak of a step, and the plan where it does not fit a GPU."""
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_memsave.core.clock import processor_time_s
-from lightning_memsave.explain.dominant_parts import dominant_embedding
-from lightning_memsave.planning.candidates import (
-    Candidate,
-    CurrentSettings,
-    host_candidates,
-    joint_candidates,
-    micro_batch_candidates,
-    single_candidates,
-)
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.errors import InfeasiblePlanError
+from lightning_memsave.planning.budget import margin_of
+from lightning_memsave.planning.candidates import OFFLOAD, candidates_of
+from lightning_memsave.planning.constants import SHARE_OF_SINGLE_SETTINGS
+from lightning_memsave.planning.plan import Plan, short_settings
+from lightning_memsave.planning.search import search_for
 from lightning_memsave.planning.step_time import Rates, step_time
-from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.units import format_bytes
 
-_SHARE_OF_SINGLE = 2 / 3
+FASTEST_PLAN = "the fastest plan that fits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +51,11 @@ class Remedy:
         )
 
 
-def cheapest_that_fits(remedies: list[Remedy]) -> Remedy | None:
-    """Find the remedy to take."""
-    return next((remedy for remedy in remedies if remedy.fits), None)
+def best_that_fits(remedies: Sequence[Remedy]) -> Remedy | None:
+    """Find the remedy to take: the plan, if there is one, or else the cheapest setting."""
+    fitting = [remedy for remedy in remedies if remedy.fits]
+    plans = [remedy for remedy in fitting if remedy.name == FASTEST_PLAN]
+    return next(iter((*plans, *fitting)), None)
 
 
 def remedies_of(
@@ -64,100 +64,85 @@ def remedies_of(
     limit_s: float = math.inf,
     refused: Collection[str] = (),
 ) -> list[Remedy]:
-    """Predict which settings lower the peak."""
+    """Predict single settings, in the planner's order, and the plan for a GPU that is too small."""
     written = what_if.step.settings if written is None else written
-    return _Search(what_if, written, limit_s, refused).run()
+    start_s, gpu = processor_time_s(), what_if.gpu
+    base, found = what_if.base(), list[Remedy]()
+    for one in candidates_of(what_if):
+        left_s = start_s + SHARE_OF_SINGLE_SETTINGS * limit_s - processor_time_s()
+        is_needed = one.argument != OFFLOAD or not best_that_fits(found)
+        if is_needed and one.changes.keys().isdisjoint(refused):
+            with contextlib.suppress(ImpossibleVariantError):
+                after = what_if.predict(one.changes, limit_s=left_s)
+                how = as_code(what_if.step.make_callback, {**written, **one.changes})
+                remedy = Remedy(
+                    one.name,
+                    how,
+                    after.peak_bytes,
+                    after.device_bytes,
+                    base.peak_bytes - after.peak_bytes,
+                    one.exactness.value,
+                    one.cost,
+                    _fits(what_if, after.device_bytes),
+                    _time_ratio(what_if, after),
+                    after,
+                )
+                found += [remedy] if remedy.saved_bytes > 0 else []
+    if gpu is not None and not _fits(what_if, base.device_bytes):
+        left_s = start_s + limit_s - processor_time_s()
+        plan = _plan(what_if, written, left_s, refused)
+        found += [] if plan is None else [_as_remedy(what_if, plan)]
+    return found
 
 
-class _Search:
-    def __init__(
-        self,
-        what_if: WhatIf,
-        written: Mapping[str, Any],
-        limit_s: float,
-        refused: Collection[str],
-    ) -> None:
-        self._what_if = what_if
-        self._written = written
-        self._limit_s = limit_s
-        self._refused = refused
-        self._start_s = processor_time_s()
-        self._found: list[tuple[Candidate, Remedy]] = []
-
-    def run(self) -> list[Remedy]:
-        what_if = self._what_if
-        now = CurrentSettings(
-            what_if.step.effective_settings,
-            what_if.step.precision,
-            what_if.gpu is None or what_if.gpu.has_bf16,
-            what_if.num_samples or 0,
-            dominant_embedding(what_if.table),
-            what_if.overflows,
-            what_if.device,
-        )
-        for candidate in single_candidates(now):
-            self._try(candidate, _SHARE_OF_SINGLE)
-        self._try_micro_batches(micro_batch_candidates(now))
-        for candidate in joint_candidates(now, [helped for helped, _ in self._found]):
-            self._try(candidate)
-            # Of a large embedding most can be saved by the stack, which comes last.
-            if any(r.fits for _, r in self._found) or (what_if.gpu is None and not now.embedding):
-                break
-        for candidate in host_candidates(now):
-            # Without a GPU to fit, its techniques are shown and its stack is not tried.
-            is_last = what_if.gpu is None and "stack" in candidate.changes
-            if is_last or any(r.fits for _, r in self._found):
-                break
-            self._try(candidate)
-        return [remedy for _, remedy in self._found]
-
-    def _try(self, candidate: Candidate, share: float = 1) -> bool:
-        # What a stack sets with "auto" yields by itself.
-        if any(candidate.changes.get(name, "auto") != "auto" for name in self._refused):
-            return False
-        left_s = self._start_s + share * self._limit_s - processor_time_s()
-        base = self._what_if.base()
-        try:
-            prediction = self._what_if.predict(candidate.changes, limit_s=left_s)
-        except ImpossibleVariantError:
-            return False
-        if prediction.peak_bytes >= base.peak_bytes:
-            return False
-        self._found.append((candidate, self._remedy(candidate, base, prediction)))
-        return True
-
-    # Where one sample at once does not help, larger micro-batches do not either; and where half of
-    # the batch saves as much, smaller ones are of no use.
-    def _try_micro_batches(self, candidates: Sequence[Candidate]) -> None:
-        if not candidates or not self._try(candidates[-1], _SHARE_OF_SINGLE):
-            return
-        smallest = self._found.pop()
-        for candidate in candidates[:-1]:
-            helped = self._try(candidate, _SHARE_OF_SINGLE)
-            if helped and self._found[-1][1].peak_bytes <= smallest[1].peak_bytes:
-                return
-        self._found.append(smallest)
-
-    def _remedy(
-        self, candidate: Candidate, base: MemoryPrediction, prediction: MemoryPrediction
-    ) -> Remedy:
-        gpu = self._what_if.gpu
-        return Remedy(
-            candidate.name,
-            as_code(self._what_if.step.make_callback, {**self._written, **candidate.changes}),
-            prediction.peak_bytes,
-            prediction.device_bytes,
-            base.peak_bytes - prediction.peak_bytes,
-            candidate.exactness,
-            candidate.cost,
-            None if gpu is None else prediction.fits(gpu).fits,
-            None if gpu is None else _time_ratio(prediction, base, gpu),
-            prediction,
-        )
-
-
-def _time_ratio(prediction: MemoryPrediction, base: MemoryPrediction, gpu: Gpu) -> float | None:
-    if gpu.throughput is None:
+# As a plan for the whole GPU would see it.
+def _fits(what_if: WhatIf, device_bytes: int) -> bool | None:
+    gpu = what_if.gpu
+    if gpu is None:
         return None
-    rates = Rates.of_gpu(gpu.throughput)
-    return step_time(prediction.work, rates).seconds / step_time(base.work, rates).seconds
+    return device_bytes + margin_of(gpu.total_bytes, gpu, what_if.device) <= gpu.total_bytes
+
+
+def _time_ratio(what_if: WhatIf, after: MemoryPrediction) -> float | None:
+    if what_if.gpu is None or what_if.gpu.throughput is None:
+        return None
+    rates = Rates.of_gpu(what_if.gpu.throughput)
+    return step_time(after.work, rates).seconds / step_time(what_if.base().work, rates).seconds
+
+
+# What is written stays; what a stack would set is planned.
+def _plan(
+    what_if: WhatIf, written: Mapping[str, Any], limit_s: float, refused: Collection[str]
+) -> Plan | None:
+    gpu = what_if.gpu
+    assert gpu is not None, "called with a GPU to fit"
+    settings = {n: v for n, v in written.items() if n not in ("stack", "budget")}
+    what_if = replace(what_if, step=replace(what_if.step, settings=settings))
+    exactness = Exactness(written.get("exactness", Exactness.APPROXIMATE.value))
+    try:
+        search = search_for(what_if, exactness, limit_s, refused)
+        plan: Plan = search.find(gpu.total_bytes).plan
+    except InfeasiblePlanError as error:
+        plan = error.smallest
+    except TimeoutError:
+        return None
+    make = what_if.step.make_callback
+    beside = {n: v for n, v in written.items() if n in ("monitor", "report", "predict")}
+    short = short_settings(make, plan.settings, plan.exactness)
+    return replace(plan, how=as_code(make, beside | short))
+
+
+def _as_remedy(what_if: WhatIf, plan: Plan) -> Remedy:
+    fits = _fits(what_if, plan.device_bytes)
+    return Remedy(
+        FASTEST_PLAN if fits else "the smallest plan",
+        plan.how,
+        plan.peak_bytes,
+        plan.device_bytes,
+        what_if.base().peak_bytes - plan.peak_bytes,
+        plan.exactness,
+        "the sum of their costs",
+        fits,
+        None if _time_ratio(what_if, what_if.base()) is None else plan.time_ratio,
+        plan.prediction,
+    )

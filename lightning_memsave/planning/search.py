@@ -3,18 +3,28 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
-from lightning_memsave.planning.frontier import thinned_frontier
-from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.planning.candidates import MICRO_BATCH, advised_against
+from lightning_memsave.planning.constants import (
+    CLOSE,
+    EQUALLY_FAST,
+    LARGE_RESERVE,
+    LEVEL,
+    MAX_VERIFIED,
+    NEAR,
+    RESERVE,
+    SLACK,
+)
+from lightning_memsave.planning.frontier import shown_frontier, thinned_frontier
+from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
 from lightning_memsave.planning.recorded_blocks import choices, value_of
-from lightning_memsave.planning.step_time import LEVEL
-from lightning_memsave.planning.variant import MICRO_BATCH, NEAR, RECOMPUTED, Variant
+from lightning_memsave.planning.variant import NOT_ADVISED, RECOMPUTED, Estimate, Variant
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -23,28 +33,10 @@ from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.registry import Entry, entries, unused_details
 from lightning_memsave.units import MIB, format_bytes
 
-EQUALLY_FAST = 0.01
-"""Plans whose time differs by less, as a share, are judged by exactness."""
-_MAX_VERIFIED = 8
 _OUT_OF_TIME = (
     "the search for a plan takes longer than allowed: allow it more seconds, with `time_limit_s=` "
     "of `plan_memory` or `predict=` of `MemSaveCallback`"
 )
-_SLACK = 0.004
-# What the allocator adds to a step that was not predicted whole is known roughly only: so much of
-# the estimate is allowed for, more for a setting that is merely nicer to have.
-_RESERVE, _LARGE_RESERVE = 0.02, 0.06
-_CLOSE = 0.005
-"""Of the time of the unchanged step: no faster plan is looked for that gains less."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    variant: Variant
-    kinds: tuple[str, ...]
-    estimated_bytes: int
-    seconds: float
-    host_bytes: int = 0
 
 
 class PlanSearch:
@@ -59,14 +51,14 @@ class PlanSearch:
     ) -> None:
         self._variants, self._what_if = variants, variants.what_if
         self._margin_of, self._given = margin_of, given
-        self._verified: dict[int, MemoryPrediction | None] = {}
+        self._verified: dict[Estimate, MemoryPrediction | None] = {}
         # By how much whole predictions were higher than estimates, also with another optimizer.
         self._corrections: dict[object, int] = {}
         self._host_corrections: dict[Variant, int] = {}
         self._too_large: set[Variant] = set()  # they were preferred, and did not fit
         self._slack_bytes = 0.0
-        self._by_variant: dict[Variant, list[_Candidate]] = {}
-        self._chosen: _Candidate | None = None
+        self._by_variant: dict[Variant, list[Estimate]] = {}
+        self._chosen: Estimate | None = None
         self._room = 0
         self._unchanged_s = 1.0
 
@@ -75,17 +67,53 @@ class PlanSearch:
         room = budget_bytes - self._margin_of(budget_bytes)
         self._variants.look_again(room)
         self._by_variant = {v: c for v, c in self._by_variant.items() if not v.shown}
-        self._prepare()
-        best = self._best(room)
-        if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
-            self._variants.slowest_s = best.seconds
-            self._look_on_host(room, best.seconds)
-            best = self._best(room)
-        if best is None and self.is_out_of_time:
-            best = self._fastest(self._candidates, room, _RESERVE)
+        self._variants.is_last_resort = False
+        best = self._fastest_of_all(room)
+        if best is None and self._variants.has_last_resort:
+            self._variants.is_last_resort = True
+            best = self._fastest_of_all(room)
         if best is None:
             self._refuse(budget_bytes, room)
         return self._found(best, budget_bytes, room)
+
+    def _fastest_of_all(self, room: int) -> Estimate | None:
+        """Find the fastest plan on the device, and then one with the host if that is faster."""
+        self._prepare()
+        best = self._fastest_that_fits(room)
+        if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
+            self._variants.slowest_s = best.seconds
+            self._look_on_host(room, best.seconds)
+            best = self._fastest_that_fits(room)
+        if best is None and self.is_out_of_time:
+            return self._fastest(self._candidates, room, RESERVE)
+        return best
+
+    def _fastest_that_fits(self, room: int) -> Estimate | None:
+        """Estimate, verify and correct, until the plan that is wanted is known to fit."""
+        self._slack_bytes = 0.0
+        self._too_large.clear()
+        for _ in range(MAX_VERIFIED):
+            # Estimate: the fastest of what is recorded, and more is recorded where nothing fits.
+            # Before a refusal, what needs the least is verified: estimates may be too high.
+            wanted = self._wanted(room)
+            if wanted is None and any(self._look_on_host(room, in_parts=p) for p in (False, True)):
+                continue
+            wanted = wanted or min(self._unsure(room), key=self._bytes)
+            if wanted in self._verified:
+                break
+            # Verify: predict the whole step, unless time is over.
+            prediction = self._variants.predict(wanted.variant, wanted.kinds)
+            if prediction is None and self._variants.left_s <= 0:
+                break
+            # Correct: the estimates of its variant, and of all where it is slightly too large.
+            self._learn(wanted, prediction)
+            if not self._is_known_to_fit(wanted, room):
+                self._too_large.add(wanted.variant)
+            if room < self._bytes(wanted) < room * (1 + NEAR):
+                self._slack_bytes += SLACK * room
+        self._slack_bytes = 0.0
+        known = [c for c in self._candidates if self._is_known_to_fit(c, room)]
+        return wanted if wanted in known else self._fastest(known, room)
 
     def least(self, budget_bytes: int) -> MemoryPlan:
         """Name the plan that needs the least by what is known when time is over."""
@@ -93,9 +121,9 @@ class PlanSearch:
         if self._candidates:
             return self._found(min(self._candidates, key=self._bytes), budget_bytes, room)
         settings = {**self._what_if.step.settings, **self._variants.unpredicted_settings()}
-        how = as_code(self._what_if.step.make_callback, settings)
-        # Of its bytes nothing is known.
-        plan = Plan(settings, how, self._variants.exactness.value, room, room, 1.0)
+        exactness, make = self._variants.exactness.value, self._what_if.step.make_callback
+        how = as_code(make, short_settings(make, settings, exactness))
+        plan = Plan(settings, how, exactness, room, room, 1.0)  # of its bytes nothing is known
         return MemoryPlan(budget_bytes, budget_bytes - room, plan, None, (plan,))
 
     @property
@@ -103,14 +131,14 @@ class PlanSearch:
         """Whether time was too short to look at everything."""
         return self._variants.left_s <= 0 or self._variants.is_cut_short
 
-    def _found(self, best: _Candidate, budget_bytes: int, room: int) -> MemoryPlan:
+    def _found(self, best: Estimate, budget_bytes: int, room: int) -> MemoryPlan:
         self._chosen, self._room = best, room
         slower_s = best.seconds * (1 + EQUALLY_FAST)
         others = [
             c
             for c in self._candidates
             if c.variant is not best.variant
-            and (c.seconds > slower_s or c.variant.exactness is not best.variant.exactness)
+            and (c.seconds > slower_s or c.variant.rank != best.variant.rank)
         ]
         second = self._fastest(others, room)
         return MemoryPlan(
@@ -118,19 +146,22 @@ class PlanSearch:
             budget_bytes - room,
             self._plan(best),
             None if second is None else self._plan(second),
-            tuple(map(self._plan, thinned_frontier(self._candidates, best, self._bytes))),
+            tuple(map(self._plan, shown_frontier(self._candidates, self._bytes, best))),
             self._variants.seconds_so_far,
             self._variants.num_predictions,
             (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
             tuple(self._notes(best)),
         )
 
-    def _notes(self, best: _Candidate) -> Iterator[str]:
+    def _notes(self, best: Estimate) -> Iterator[str]:
         if self.is_out_of_time:
             yield (
                 f"The search was cut off after {self._variants.seconds_so_far:.0f} s of processor "
                 "time: this is the best plan so far, and a faster one may fit."
             )
+        for name, why in advised_against(best.variant.changes).items():
+            value = best.variant.changes[name]
+            yield f"Nothing else fits: `{name}={value!r}` is advised against, as {why}."
         if why := self._variants.why_form(best.variant):
             yield f"On the host with {why}."
 
@@ -145,8 +176,7 @@ class PlanSearch:
         """List the plans to which a fit can change."""
         # They differ from the plan found last in recomputation and micro-batches only, and are as
         # exact, or more exact with whole batches, for a loss that cannot be split; the largest
-        # first, and that plan among them. Some may be slower than smaller ones: measured times may
-        # be others.
+        # first, and that plan among them.
         chosen = self._chosen
         if chosen is None:  # a plan without predictions
             return []
@@ -159,15 +189,14 @@ class PlanSearch:
         same = [
             [candidate for candidate in found if self._bytes(candidate) < math.inf]
             for variant, found in self._by_variant.items()
-            if variant.exactness.rank <= chosen.variant.exactness.rank
-            and rest_of(variant) == rest_of(chosen.variant)
+            if variant.rank <= chosen.variant.rank and rest_of(variant) == rest_of(chosen.variant)
         ]
-        ladder: dict[int, _Candidate] = {}
+        ladder: set[Estimate] = set()
         for found in filter(None, same):
             best = self._fastest(found, self._room) or min(found, key=self._bytes)
             best = chosen if chosen in found else best
-            ladder |= {id(c): c for c in thinned_frontier(found, best, self._bytes)}
-        return [self._plan(c) for c in sorted(ladder.values(), key=self._bytes, reverse=True)]
+            ladder |= {*thinned_frontier(found, self._bytes, best)}
+        return [self._plan(c) for c in sorted(ladder, key=self._bytes, reverse=True)]
 
     def _prepare(self) -> None:
         unchanged = self._variants.unchanged()
@@ -194,7 +223,7 @@ class PlanSearch:
             self._add(variant)
             candidates = self._by_variant[variant]
             quickest_s = min(candidate.seconds for candidate in candidates)
-            fitting = self._fastest(candidates, room, _RESERVE)
+            fitting = self._fastest(candidates, room, RESERVE)
             is_as_fast = fitting is not None and fitting.seconds <= quickest_s * (1 + EQUALLY_FAST)
             # Each that follows moves what this one moves, and more.
             is_first = fitting is not None and limit_s == math.inf
@@ -210,40 +239,18 @@ class PlanSearch:
         if variant.costs is not None:
             ways = dict.fromkeys(choices(number, kinds))
         self._by_variant[variant] = [
-            _Candidate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
+            Estimate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
             for kinds in ways
             if not variant.shown or variant.shown >= {*kinds}
         ]
 
     @property
-    def _candidates(self) -> list[_Candidate]:
-        return [candidate for found in self._by_variant.values() for candidate in found]
+    def _candidates(self) -> list[Estimate]:
+        limit = NOT_ADVISED if self._variants.is_last_resort else NOT_ADVISED - 1
+        return [c for v, found in self._by_variant.items() if v.rank <= limit for c in found]
 
-    # What is wanted by estimates is predicted whole, which corrects the estimates of its variant,
-    # until nothing else is wanted.
-    def _best(self, room: int) -> _Candidate | None:
-        self._slack_bytes = 0.0
-        self._too_large.clear()
-        for _ in range(_MAX_VERIFIED):
-            wanted = self._wanted(room)
-            if wanted is None and any(self._look_on_host(room, in_parts=p) for p in (False, True)):
-                continue
-            wanted = wanted or min(self._unsure(room), key=self._bytes)
-            if id(wanted) in self._verified:
-                break
-            if not self._verify(wanted):
-                break
-            if not self._is_known_to_fit(wanted, room):
-                self._too_large.add(wanted.variant)
-            if room < self._bytes(wanted) < room * (1 + NEAR):
-                self._slack_bytes += _SLACK * room
-        self._slack_bytes = 0.0
-        if wanted is not None and self._is_known_to_fit(wanted, room):
-            return wanted
-        return self._fastest([c for c in self._candidates if self._is_known_to_fit(c, room)], room)
-
-    def _wanted(self, room: int) -> _Candidate | None:
-        fastest = self._fastest(self._candidates, room, _RESERVE)
+    def _wanted(self, room: int) -> Estimate | None:
+        fastest = self._fastest(self._candidates, room, RESERVE)
         if fastest is None:  # only room for what is estimated to fit closely
             self._slack_bytes = 0.0
             fastest = self._fastest(self._candidates, room)
@@ -251,25 +258,23 @@ class PlanSearch:
             return None
         limit_s = fastest.seconds * (1 + EQUALLY_FAST)
         best = self._known_or(fastest, self._candidates, room)
-        if best.variant.moves_weights and id(best) not in self._verified:
+        if best.variant.moves_weights and best not in self._verified:
             return best  # the others take long to record
         return self._preferred(best, room, limit_s)
 
-    def _known_or(
-        self, wanted: _Candidate, candidates: Sequence[_Candidate], room: int
-    ) -> _Candidate:
-        close_s = wanted.seconds + _CLOSE * self._unchanged_s
+    def _known_or(self, wanted: Estimate, candidates: Sequence[Estimate], room: int) -> Estimate:
+        close_s = wanted.seconds + CLOSE * self._unchanged_s
         known = [
             c
             for c in candidates
             if self._is_known_to_fit(c, room)
             and c.seconds <= close_s
-            and c.variant.exactness.rank <= wanted.variant.exactness.rank
+            and c.variant.rank <= wanted.variant.rank
         ]
         return min(known, key=lambda c: c.seconds, default=wanted)
 
     # Without settings that change results or that cannot be repeated, as long as it is as fast.
-    def _preferred(self, best: _Candidate, room: int, limit_s: float) -> _Candidate:
+    def _preferred(self, best: Estimate, room: int, limit_s: float) -> Estimate:
         quickest_s = self._quickest_s
 
         # What is slower with more settings on is slower without them; with micro-batches, if it is
@@ -290,19 +295,19 @@ class PlanSearch:
             return True
 
         for variant in self._variants.without_each(best.variant, may_be_as_fast):
-            is_less_exact = variant.exactness.rank > best.variant.exactness.rank
+            is_less_exact = variant.rank > best.variant.rank
             if is_less_exact or variant in self._too_large:
                 continue
             self._add(variant)
             candidates = self._by_variant[variant]
-            found = self._fastest(candidates, room, _LARGE_RESERVE)
+            found = self._fastest(candidates, room, LARGE_RESERVE)
             if found is not None and found.seconds <= limit_s:
                 return self._preferred(self._known_or(found, candidates, room), room, limit_s)
         return best
 
     # Before a budget is refused: estimates of what may be enough may be too high.
-    def _unsure(self, room: int) -> list[_Candidate]:
-        verified = {c.variant for c in self._candidates if id(c) in self._verified}
+    def _unsure(self, room: int) -> list[Estimate]:
+        verified = {c.variant for c in self._candidates if c in self._verified}
         open_ones = [
             c
             for c in self._candidates
@@ -311,8 +316,8 @@ class PlanSearch:
         return open_ones or self._candidates
 
     def _fastest(
-        self, candidates: Iterable[_Candidate], room: int, reserve: float = 0.0
-    ) -> _Candidate | None:
+        self, candidates: Iterable[Estimate], room: int, reserve: float = 0.0
+    ) -> Estimate | None:
         fitting = [c for c in candidates if self._bytes(c, reserve) <= room]
         if not fitting:
             return None
@@ -320,36 +325,31 @@ class PlanSearch:
         return min(
             (c for c in fitting if c.seconds <= limit_s),
             key=lambda c: (
-                c.variant.exactness.rank,
+                c.variant.rank,
                 c.variant.is_offloaded,
                 c.seconds,
                 self._bytes(c),
             ),
         )
 
-    # Or says that there was no time for it.
-    def _verify(self, candidate: _Candidate) -> bool:
-        prediction = self._variants.predict(candidate.variant, candidate.kinds)
-        if prediction is None and self._variants.left_s <= 0:
-            return False
-        self._verified[id(candidate)] = prediction
+    def _learn(self, candidate: Estimate, prediction: MemoryPrediction | None) -> None:
+        self._verified[candidate] = prediction
         if prediction is not None:
-            correction = prediction.device_bytes - candidate.estimated_bytes
+            correction = prediction.device_bytes - candidate.num_bytes
             variant = candidate.variant.but_optimizer
             self._corrections |= {variant: correction, (variant, candidate.kinds): correction}
             on_host = prediction.peak.host_bytes - candidate.host_bytes
             self._host_corrections[candidate.variant] = on_host
             self._variants.correct(candidate.variant, on_host)
-        return True
 
-    def _bytes(self, candidate: _Candidate, reserve: float = 0.0) -> float:
-        prediction = self._verified.get(id(candidate))
+    def _bytes(self, candidate: Estimate, reserve: float = 0.0) -> float:
+        prediction = self._verified.get(candidate)
         is_offloaded = candidate.variant.is_offloaded
         if is_offloaded and self._host_bytes(candidate) > self._variants.host_budget_bytes:
             return math.inf
         if prediction is not None:
             return prediction.device_bytes
-        if id(candidate) in self._verified:  # it could not be predicted
+        if candidate in self._verified:  # it could not be predicted
             return math.inf
         estimate = self._estimate(candidate) + self._slack_bytes
         is_rough = candidate.variant.overhead_bytes > 0
@@ -357,20 +357,20 @@ class PlanSearch:
             return estimate * (1 + reserve)
         return estimate
 
-    def _host_bytes(self, candidate: _Candidate) -> int:
-        if prediction := self._verified.get(id(candidate)):
+    def _host_bytes(self, candidate: Estimate) -> int:
+        if prediction := self._verified.get(candidate):
             return prediction.peak.host_bytes
         return candidate.host_bytes + self._host_corrections.get(candidate.variant, 0)
 
-    def _estimate(self, candidate: _Candidate) -> int:
+    def _estimate(self, candidate: Estimate) -> int:
         variant, known = candidate.variant.but_optimizer, self._corrections
         latest = known.get(variant, 0)
-        return candidate.estimated_bytes + known.get((variant, candidate.kinds), latest)
+        return candidate.num_bytes + known.get((variant, candidate.kinds), latest)
 
-    def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
-        return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
+    def _is_known_to_fit(self, candidate: Estimate, room: int) -> bool:
+        return self._verified.get(candidate) is not None and self._bytes(candidate) <= room
 
-    def _exactness_of(self, candidate: _Candidate) -> Exactness:
+    def _exactness_of(self, candidate: Estimate) -> Exactness:
         # "32-true" is what Lightning does by itself.
         is_exact = str(self._what_if.step.settings.get("precision")) in ("32", "32-true")
         found = [candidate.variant.exactness] + [
@@ -380,28 +380,28 @@ class PlanSearch:
         ]
         return max(found, key=lambda exactness: exactness.rank)
 
-    def _settings_of(self, candidate: _Candidate) -> dict[str, Any]:
+    def _settings_of(self, candidate: Estimate) -> dict[str, Any]:
         changes = dict(candidate.variant.changes)
         if candidate.variant.costs is not None:
             changes[RECOMPUTED] = value_of(candidate.kinds)
         return {**self._what_if.step.settings, **self._variants.settings(changes)}
 
-    def _plan(self, candidate: _Candidate) -> Plan:
+    def _plan(self, candidate: Estimate) -> Plan:
         settings = self._settings_of(candidate)
-        prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
+        exactness, make = self._exactness_of(candidate).value, self._what_if.step.make_callback
+        prediction = self._verified.get(candidate) or candidate.variant.prediction
         num_bytes = self._estimate(candidate)
-        by_phase = candidate.variant.seconds_by_phase(candidate.kinds, self._variants.rates)
         return Plan(
             settings,
-            as_code(self._what_if.step.make_callback, settings),
-            self._exactness_of(candidate).value,
+            as_code(make, short_settings(make, settings, exactness)),
+            exactness,
             prediction.peak_bytes if prediction else num_bytes - candidate.variant.overhead_bytes,
             prediction.device_bytes if prediction else num_bytes,
             candidate.seconds / self._unchanged_s,
             prediction is not None,
-            by_phase,
             self._host_bytes(candidate),
             prediction,
+            advised_against(candidate.variant.changes),
         )
 
     # With which a plan would fit the device; 0 if none does.
@@ -413,13 +413,15 @@ class PlanSearch:
         try:
             while True:
                 able = [c for c in self._candidates if c.variant.moves_weights]
-                fitting = [c for c in able if self._bytes(c, _RESERVE) <= room]
+                fitting = [c for c in able if self._bytes(c, RESERVE) <= room]
                 if fitting:
                     least = min(fitting, key=self._host_bytes)
-                    if id(least) in self._verified:
+                    if least in self._verified:
                         return self._host_bytes(least)
-                    if not self._verify(least):
+                    prediction = self._variants.predict(least.variant, least.kinds)
+                    if prediction is None and self._variants.left_s <= 0:
                         return 0
+                    self._learn(least, prediction)
                 elif not self._look_on_host(room):
                     return 0
         finally:
@@ -442,7 +444,7 @@ class PlanSearch:
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
         if self.is_out_of_time:
             raise TimeoutError(_OUT_OF_TIME)
-        known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
+        known = [c for c in self._candidates if self._verified.get(c) is not None]
         smallest = self._plan(min(known or self._candidates, key=self._bytes))
         least_bytes = smallest.device_bytes
         while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:

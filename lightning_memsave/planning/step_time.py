@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_memsave.planning.constants import (
+    ATTENTION,
+    HOST_MEMORY,
+    LAUNCH_S,
+    MEMORY,
+    PRODUCT,
+    RECOMPUTED,
+)
 from lightning_memsave.prediction.cuda.gpus import Throughput
 from lightning_memsave.prediction.work import Kernel, Work
 from lightning_memsave.units import MIB
 
-# Of the rates in data sheets: what published training runs reach on one GPU (torchtune, torchtitan
-# and RoundPipe on RTX 4090, A100 and H100: 32 to 66 % of all FLOP/s). Between plans for the same
-# GPU ratios hold better than seconds.
-_PRODUCT, _ATTENTION, _MEMORY = 0.65, 0.45, 0.8
 PASSES = {
     "forward": ("forward",),
     "backward": ("recomputation", "backward"),
@@ -27,19 +31,6 @@ PASSES = {
 _COPIES = ("to_host", "from_host")
 _LANES = ("device", *_COPIES, "host")
 Lane = tuple[str, str]
-LEVEL = 0.5, 2.0
-"""The least and the most time of a step, as factors of its estimate: published runs reach 32 to 66
-% of a GPU, and estimates of the models in `benchmarks.plan` 19 to 62 %.
-"""
-# Bytes/s of a desktop's memory with two channels. Servers reach several times as much.
-_HOST_MEMORY = 5e10
-# Of an operator in eager mode, forward or backward, with autograd and the Python code around it:
-# 42 microseconds for RoBERTa 84M and GPT-2 XL on the virtual cores beside an H200
-# (benchmarks/results/gpu_nvidia_h200); desktops have faster cores.
-_LAUNCH_S = 4e-5
-# An operator that is recomputed takes so many times as long, as checkpointing looks at each of its
-# tensors: 3 to 6 in the same runs.
-_RECOMPUTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ class Rates:
     host_bytes: float
     launch_s: float
     has_lanes: bool = True
-    host_memory_bytes: float = _HOST_MEMORY
+    host_memory_bytes: float = HOST_MEMORY
 
     @classmethod
     def of_gpu(cls, throughput: Throughput, *, has_tf32: bool = False) -> Self:
@@ -63,11 +54,11 @@ class Rates:
             "bfloat16": throughput.bfloat16,
         }
         return cls(
-            {name: _PRODUCT * rate for name, rate in best.items()},
-            {name: _ATTENTION * rate for name, rate in best.items()},
-            _MEMORY * throughput.memory_bytes,
-            _MEMORY * throughput.host_bytes,
-            _LAUNCH_S,
+            {name: PRODUCT * rate for name, rate in best.items()},
+            {name: ATTENTION * rate for name, rate in best.items()},
+            MEMORY * throughput.memory_bytes,
+            MEMORY * throughput.host_bytes,
+            LAUNCH_S,
         )
 
     def seconds(self, kernel: Kernel) -> float:
@@ -77,7 +68,7 @@ class Rates:
         if kernel.kind == "host":
             return max(kernel.num_bytes / self.host_memory_bytes, self.launch_s)
         table = self.attention if kernel.kind == "attention" else self.products
-        repeats = _RECOMPUTED if kernel.phase == "recomputation" else 1
+        repeats = RECOMPUTED if kernel.phase == "recomputation" else 1
         return max(
             kernel.flop / table.get(kernel.dtype, table["float32"]),
             kernel.num_bytes / self.memory_bytes,
@@ -200,7 +191,7 @@ def measure_rates(device: torch.device | str) -> Rates:
         copied = _seconds(lambda: host.to(device, copy=True), device)
     launch_s = _seconds(lambda: _tiny_pass(device), device) / (2 * _NUM_TINY)
     if device.type == "cuda":  # that pass has no Python code around its operators
-        launch_s = max(launch_s, _LAUNCH_S)
+        launch_s = max(launch_s, LAUNCH_S)
     memory, link = moved / seconds, host.nbytes / copied
     return Rates(
         products,

@@ -8,17 +8,21 @@ from typing import Any
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
-from lightning_memsave.planning.candidates import Candidate
-from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.planning.candidates import (
+    MICRO_BATCH,
+    OFFLOAD,
+    Candidate,
+    advised_against,
+)
+from lightning_memsave.planning.constants import NEAR
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, FINAL, entries
 
 RECOMPUTED = "activation_checkpointing"
-MICRO_BATCH = "micro_batch_size"
-OFFLOAD = "offload"
 _OPTIMIZER = ("optimizer",)
+NOT_ADVISED = 1 + Exactness.APPROXIMATE.rank
 NO_LIMIT = 2**60
 """Bytes, for a limit that is given as a number."""
 # What may be on the host, that which leaves the least on the device last.
@@ -29,10 +33,6 @@ ON_HOST = (
     "parameters+activations",
     "parameters+activations+embeddings",
 )
-
-
-NEAR = 0.1
-"""By so much, as a share, estimates of a device's memory may be off."""
 
 
 @dataclass(eq=False)  # the search compares candidates by their variant
@@ -47,6 +47,11 @@ class Variant:
     seconds: float = 0.0
     weights_on_host: int = 0
     shown: frozenset[str] = frozenset()
+
+    @property
+    def rank(self) -> int:
+        """How far it moves results; what is advised against comes last."""
+        return self.exactness.rank if not advised_against(self.changes) else NOT_ADVISED
 
     @property
     def is_offloaded(self) -> bool:
@@ -81,13 +86,6 @@ class Variant:
         """Estimate bytes on the host."""
         return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
 
-    def seconds_by_phase(self, kinds: Sequence[str], rates: Rates) -> dict[str, float]:
-        """Estimate seconds by phase, always from recorded work, so that they can be compared."""
-        if self.costs is not None:
-            return self.costs.seconds_by_phase(kinds)
-        assert self.prediction is not None, "one of the two is there"
-        return dict(step_time(self.prediction.work, rates).by_phase)
-
     def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
         """Estimate bytes on the device and seconds."""
         if self.costs is None:
@@ -102,6 +100,17 @@ class Variant:
         return 0 if self.costs is None else self.costs.overhead_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    """A variant with some of its blocks recomputed."""
+
+    variant: Variant
+    kinds: tuple[str, ...]
+    num_bytes: int
+    seconds: float
+    host_bytes: int = 0
+
+
 def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
     """Reckon what trained weights of a whole model need on the host."""
     offload = settings.get(OFFLOAD)
@@ -111,19 +120,9 @@ def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
     return host_bytes_per_parameter(settings) * sum(trained)
 
 
-def exactness_of(one: Candidate) -> Exactness:
-    """Give the exactness of a candidate."""
-    return Exactness(one.exactness)
-
-
-def argument_of(one: Candidate) -> str:
-    """Name the argument that a candidate sets."""
-    return next(iter(one.changes))
-
-
 def leaving_out(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
     """Leave out what sets an argument."""
-    return [c for c in chosen if argument_of(c) != argument_of(one)]
+    return [c for c in chosen if c.argument != one.argument]
 
 
 def changes_of(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,23 +8,32 @@ from typing import Any
 
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.explain.dominant_parts import dominant_embedding, embedding_tables
+from lightning_memsave.explain.dominant_parts import embedding_tables
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
-from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
+from lightning_memsave.planning.candidates import (
+    MICRO_BATCH,
+    OFFLOAD,
+    Candidate,
+    advised_against,
+    candidates_of,
+)
+from lightning_memsave.planning.constants import (
+    FASTER,
+    FOR_LAST_PLANS,
+    FOR_PLANS,
+    MUCH_FASTER,
+    NEAR,
+    SMALLER,
+)
 from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variant import (
-    MICRO_BATCH,
-    NEAR,
     NO_LIMIT,
-    OFFLOAD,
     ON_HOST,
     RECOMPUTED,
     Variant,
     all_exactness,
-    argument_of,
     changes_of,
-    exactness_of,
     form_of,
     leaving_out,
     weights_on_host,
@@ -45,10 +54,7 @@ from lightning_memsave.techniques.registry import (
 from lightning_memsave.units import format_bytes
 
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
-_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH)
-# Of the time that is allowed: it is left for predictions of whole plans.
-_FOR_PLANS = 0.5
-_FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
+_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, OFFLOAD)
 
 
 class Variants:
@@ -85,6 +91,8 @@ class Variants:
         """Host memory that a plan may use."""
         self.is_host_short = False
         """Whether the host has too little memory for weights in some form."""
+        self.is_last_resort = False
+        """Whether nothing else fits than what is advised against."""
         self.is_smallest = False
         """Whether to try the smallest form whatever the host has."""
         self.room: float = math.inf
@@ -113,6 +121,14 @@ class Variants:
         return self._blocks.kinds
 
     @property
+    def has_last_resort(self) -> bool:
+        """Whether something that is advised against may be on."""
+        return any(
+            one.is_advised_against and self.exactness.allows(one.exactness) and self._is_open(one)
+            for one in self._all_options()
+        )
+
+    @property
     def _num_samples(self) -> int:
         return self.what_if.num_samples or 0
 
@@ -123,7 +139,8 @@ class Variants:
 
     @property
     def _left_to_record_s(self) -> float:
-        return (1 - _FOR_PLANS) * self._limit_s - self.seconds_so_far
+        share = FOR_LAST_PLANS if self.is_last_resort else FOR_PLANS
+        return (1 - share) * self._limit_s - self.seconds_so_far
 
     @property
     def seconds_so_far(self) -> float:
@@ -178,9 +195,9 @@ class Variants:
             return [variant for variant in found if variant is not None]
         found += [self._record(leaving_out(chosen, one)) for one in chosen]
         times = [v.estimate([KEEP] * self.num_blocks)[1] for v in found[:2] if v is not None]
-        if times[-1] > _MUCH_FASTER * times[0]:  # else what is more exact is slower
+        if times[-1] > MUCH_FASTER * times[0]:  # else what is more exact is slower
             for limit in (Exactness.BITWISE, Exactness.ROUNDING):
-                rest = [one for one in chosen if limit.allows(Exactness(one.exactness))]
+                rest = [one for one in chosen if limit.allows(one.exactness)]
                 found.append(self._record(rest))
         found += [self._record(chosen, beside) for beside in self._micro_batches()]
         by_changes = {repr(v.changes): v for v in found if v is not None}
@@ -205,7 +222,7 @@ class Variants:
             if not new:
                 return
             tried.add(repr(new[0]))
-            found = self._record([c for c in chosen if argument_of(c) not in new[0]], new[0])
+            found = self._record([c for c in chosen if c.argument not in new[0]], new[0])
             if found is not None:
                 yield found
 
@@ -229,8 +246,9 @@ class Variants:
         """Record a variant without each setting that a plan is better without."""
         beside = variant.beside
         on = self._on_in(variant)
-        unwanted = [c for c in on if exactness_of(c).rank or not c.changes.keys().isdisjoint(FINAL)]
-        for one in sorted(unwanted, key=lambda c: exactness_of(c).rank, reverse=True):
+        unwanted = [c for c in on if c.exactness.rank or not c.changes.keys().isdisjoint(FINAL)]
+        unwanted.sort(key=lambda c: (c.is_advised_against, c.exactness.rank), reverse=True)
+        for one in unwanted:
             for rest in self._less(on, one):
                 changes = changes_of(rest, beside)
                 is_small = self._weights_on_host(changes) <= self.host_budget_bytes
@@ -269,7 +287,7 @@ class Variants:
     def _helpful(self) -> list[Candidate]:
         found = self._options()
         # Of several values of an argument the last one saves the most.
-        chosen = list({argument_of(c): c for c in found}.values())
+        chosen = list({c.argument: c for c in found}.values())
         for one in list(chosen):
             with_it = self._record(chosen)
             if self._is_full(with_it):  # all of it is needed
@@ -278,7 +296,7 @@ class Variants:
             if with_it is None:
                 chosen = chosen if without is None else leaving_out(chosen, one)
             # Estimated from few blocks, which updates in backward may treat as one group.
-            elif without and exactness_of(one).rank and not self._helps(with_it, without):
+            elif without and one.exactness.rank and not self._helps(with_it, without):
                 chosen = leaving_out(chosen, one)
         if self._record(chosen) is None:  # more than one of them is impossible
             chosen = [one for one in chosen if self._record([one]) is not None]
@@ -289,14 +307,14 @@ class Variants:
     def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
         rest = leaving_out(chosen, one)
         yield rest
-        same = [c for c in self._options() if argument_of(c) == argument_of(one)]
+        same = [c for c in self._options() if c.argument == one.argument]
         for other in same[: same.index(one)] if one in same else []:
             yield [*rest, other]
 
     def _helps(self, with_it: Variant, without: Variant) -> bool:
         for kinds in self._extremes():
             (new, new_s), (old, old_s) = with_it.estimate(kinds), without.estimate(kinds)
-            if new < _SMALLER * old or new_s < _FASTER * old_s:
+            if new < SMALLER * old or new_s < FASTER * old_s:
                 return True
         return False
 
@@ -304,18 +322,21 @@ class Variants:
         return [[kind] * self.num_blocks for kind in (KEEP, *self.kinds)]
 
     def _options(self) -> list[Candidate]:
+        return [
+            one
+            for one in self._all_options()
+            if self.exactness.allows(one.exactness)
+            and (self.is_last_resort or not one.is_advised_against)
+            and one.argument not in _LEFT_ALONE
+            and self._is_open(one)
+        ]
+
+    def _is_open(self, one: Candidate) -> bool:
+        return all(self._may_set(name, value) for name, value in one.changes.items())
+
+    def _all_options(self) -> list[Candidate]:
         what_if = self.what_if
-        step = what_if.step.with_settings(self.settings({}))
-        now = CurrentSettings(
-            step.effective_settings,
-            step.precision,
-            what_if.gpu is None or what_if.gpu.has_bf16,
-            self._num_samples,
-            dominant_embedding(what_if.table),
-            what_if.overflows,
-            what_if.device,
-        )
-        found = single_candidates(now)
+        found = candidates_of(what_if, self.settings({}))
         found += [
             replace(one, name=_ALL_8BIT, changes={"optimizer": ALL_8BIT})
             for one in found
@@ -333,13 +354,7 @@ class Variants:
                 else c
                 for c in found
             ]
-        return [
-            one
-            for one in found
-            if self.exactness.allows(Exactness(one.exactness))
-            and argument_of(one) not in _LEFT_ALONE
-            and all(self._may_set(name, value) for name, value in one.changes.items())
-        ]
+        return found
 
     # On a CPU precision stays as it is.
     def _may_set(self, name: str, value: Any) -> bool:
@@ -372,13 +387,14 @@ class Variants:
         if kind == ON_HOST[0]:
             yield {OFFLOAD: kind}
             return
-        names = {*map(argument_of, chosen)}
+        names = {one.argument for one in chosen}
         form = {n: v if n in names else None for n, v in BESIDE_OFFLOAD.items()}
         form = {n: v for n, v in form.items() if n in self._open} | {OFFLOAD: kind}
 
         def may_set(name: str, value: Any) -> bool:
             is_new = name != OFFLOAD and (name not in FINAL or name not in names)
             exact = all(map(self.exactness.allows, all_exactness({name: value})))
+            exact = exact and (self.is_last_resort or not advised_against({name: value}))
             return is_new and exact and self._may_set(name, value)
 
         yield from forms_on_host(form, may_set)
@@ -408,7 +424,7 @@ class Variants:
     ) -> Variant | None:
         beside = beside or {}
         changes = changes_of(on, beside)
-        found = [Exactness.BITWISE, *map(exactness_of, on), *all_exactness(beside)]
+        found = [Exactness.BITWISE, *(one.exactness for one in on), *all_exactness(beside)]
         exactness = max(found, key=lambda exactness: exactness.rank)
         key = repr(sorted(changes.items()))
         if not self.exactness.allows(exactness):

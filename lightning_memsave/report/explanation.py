@@ -13,7 +13,7 @@ from lightning_memsave.explain.factors import explain_factors
 from lightning_memsave.explain.finding import Finding, label_of
 from lightning_memsave.explain.sentences import sentences_of
 from lightning_memsave.measure.parameters import ParameterTable
-from lightning_memsave.planning.remedies import Remedy, cheapest_that_fits, remedies_of
+from lightning_memsave.planning.remedies import Remedy, best_that_fits, remedies_of
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
 from lightning_memsave.prediction.what_if import WhatIf
@@ -38,7 +38,8 @@ class MemoryExplanation:
         sentences: What needs most memory and why, most important first.
         factors: What the peak depends on, with the bytes of each factor.
         prediction: Of the unchanged step; ``None`` without a batch.
-        remedies: Settings that lower the peak, cheapest first; ``None`` if not requested.
+        remedies: Settings that lower the peak, cheapest first, and last, where the step does not
+            fit the GPU, the plan; ``None`` if not requested.
         gpu: The GPU that the step should fit.
         num_predictions: Number of predictions that this needed.
     """
@@ -57,9 +58,9 @@ class MemoryExplanation:
         return () if self.prediction is None else self.prediction.largest_tensors
 
     @property
-    def cheapest_that_fits(self) -> Remedy | None:
-        """The first remedy that fits the GPU; ``None`` if there is none."""
-        return cheapest_that_fits(list(self.remedies or ()))
+    def best_that_fits(self) -> Remedy | None:
+        """The remedy to take for the GPU, as a plan would; ``None`` if nothing fits."""
+        return best_that_fits(self.remedies or ())
 
     def factor(self, name: str) -> Finding:
         """Look up the finding of a factor.
@@ -165,10 +166,10 @@ class MemoryExplanation:
             return []
         if self.prediction is not None and self.prediction.fits(gpu):
             return [Text(f"It fits {label_of(gpu)} without changes.")]
-        best = self.cheapest_that_fits
+        best = self.best_that_fits
         if best is None:
             return [Text(f"None of these fits {label_of(gpu)}.")]
-        return [Text(f"The cheapest that fits {label_of(gpu)}: {best.name}.")]
+        return [Text(f"The best for {label_of(gpu)}: {best.name}.")]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._parts()

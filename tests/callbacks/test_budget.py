@@ -1,6 +1,7 @@
 """A budget in a fit: the plan, what takes its place when memory runs out, checkpoints."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -325,20 +326,35 @@ def test_allocator_retries_change_to_a_smaller_plan(plain):
     assert "changed, as the allocator retried 3 times" in rows_of(callback)["budget"].details
 
 
-def test_a_higher_peak_than_predicted_changes_to_a_smaller_plan(plain):
-    """A callback of the user holds tensors that no prediction can know."""
+def test_a_loss_that_cannot_be_split_is_not_changed_to_micro_batches(tmp_path, plain):
+    class Root(Encoder):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sqrt()
 
-    class Holds(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            self.held = torch.ones(plain[2] // 16)
+    class Retries(pl.Callback):
+        sizes: tuple[Any, ...] = ()
 
-    losses, state, plain_bytes = plain
-    callback = MemSaveCallback(budget=int(0.7 * plain_bytes), exactness="bitwise")
-    found, found_state, _ = fit(encoder(), callback, Holds())
-    assert found == losses
-    assert equal(found_state, state)
-    (note,) = [d for d in rows_of(callback)["budget"].details if d.startswith("changed")]
-    assert "above the predicted one" in note
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            budget = callback._settings.find(BudgetSetting)
+            settings = {**callback.plan.plan.settings, "micro_batch_size": 2}
+            in_parts = replace(callback.plan.plan, settings=settings, device_bytes=MIB)
+            budget._ladder = [*budget._ladder, in_parts]
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            budget = callback._settings.find(BudgetSetting)
+            budget.note_retries(trainer, trainer.global_step)
+            self.sizes = *self.sizes, budget._plan.device_bytes
+            assert budget._plan.settings["micro_batch_size"] == "auto"
+
+    callback = MemSaveCallback(budget=plain[2], exactness="bitwise")
+    _, _, trainer = fit(encoder(), callback)
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    callback, retries = MemSaveCallback(budget="1GiB", exactness="rounding"), Retries()
+    resumed = make_trainer(pl, callback, retries, max_epochs=4)
+    resumed.fit(make_lit(model=Root()), ckpt_path=tmp_path / "whole.ckpt")
+    assert len(set(retries.sizes)) > 2
 
 
 def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
@@ -359,7 +375,7 @@ def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
         lit = encoder()
         trainer = make_trainer(pl, resumed, max_epochs=2)
         trainer.fit(lit, ckpt_path=path)
-        assert (resumed.plan.found is None) is is_kept
+        assert (not resumed.plan.frontier) is is_kept
         assert resumed.monitor.summary.peak_bytes <= budget
         if is_kept:
             assert resumed.plan.plan == in_force
@@ -373,7 +389,7 @@ def test_a_second_fit_plans_again_and_leaves_nothing_behind(plain):
     before = snapshot(lit)
     for _ in range(2):
         make_trainer(pl, callback).fit(lit)
-        assert callback.plan.found is not None
+        assert callback.plan.frontier
     assert snapshot(lit).keys() == before.keys()
 
 
@@ -509,9 +525,9 @@ def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, p
     resumed = make()
     resumed_trainer = make_trainer(pl, resumed, max_epochs=2)
     resumed_trainer.fit(encoder(), ckpt_path=tmp_path / "last.ckpt")
-    assert resumed.plan.found is None
+    assert not resumed.plan.frontier
     assert rows_of(resumed)["activation_checkpointing"].value == "'all'"
     budget = plain[2]
     more_exact = make(exactness="bitwise")
     make_trainer(pl, more_exact, max_epochs=2).fit(encoder(), ckpt_path=tmp_path / "last.ckpt")
-    assert more_exact.plan.found is not None
+    assert more_exact.plan.frontier

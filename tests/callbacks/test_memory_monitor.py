@@ -537,26 +537,6 @@ def test_cuda_peaks_between_logged_steps_cost_nothing_and_count(monkeypatch):
     assert (probe.highest.peak_bytes, probe.highest.reserved_bytes) == (90, 180)
 
 
-def test_cuda_peaks_are_measured_again_where_less_or_more_is_needed(monkeypatch):
-    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
-    probe = CudaProbe(torch.device("cuda", 0))
-
-    def step(peak_bytes):
-        probe.begin_step(is_logged=False)
-        gpu.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0, None)
-        probe.end_step()
-
-    for peak_bytes in (50, 60, 90):
-        step(peak_bytes)
-    assert probe.recent_peak() == 90  # of a step that was not read at its end, too
-    probe.begin_again()
-    gpu.reading = AllocatorReading(4, 6, 5, 90, 0, 0, None)  # after the reset
-    for peak_bytes in (30, 40):
-        step(peak_bytes)
-    assert (probe.recent_peak(), probe.highest.peak_bytes) == (40, 90)
-    assert gpu.calls == ["open", *["reset"] * 5]
-
-
 def test_cuda_peaks_of_validation_do_not_count(monkeypatch):
     gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
     probe = CudaProbe(torch.device("cuda", 0))

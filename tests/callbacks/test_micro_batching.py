@@ -28,6 +28,7 @@ from lightning_memsave.errors import (
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.micro_batching import training_state
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, loader, make_lit, make_trainer

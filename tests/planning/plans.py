@@ -124,7 +124,7 @@ def what_if_of(name: str, device: str = "cpu", **settings: Any) -> WhatIf:
 
 def with_nothing_on(name: str, device: str, open_arguments: tuple[str, ...]) -> WhatIf:
     what_if = what_if_of(name, device)
-    off = dict.fromkeys(sorted(_ALL - set(open_arguments)))
+    off = dict.fromkeys(sorted(ALL - set(open_arguments)))
     what_if.step = what_if.step.with_settings({**off, "stack": None})
     return what_if
 
@@ -143,7 +143,7 @@ def search_of(
     return PlanSearch(Variants(what_if, open_arguments, Exactness.APPROXIMATE, RATES))
 
 
-_ALL = {
+ALL = {
     *("precision", "micro_batch_size", "attention"),
     *("chunked_cross_entropy", "optimizer", "low_precision_weights", *OPEN),
 }

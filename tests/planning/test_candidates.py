@@ -3,14 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
-from lightning_memsave.planning.candidates import (
-    Candidate,
-    CurrentSettings,
-    host_candidates,
-    joint_candidates,
-    micro_batch_candidates,
-    single_candidates,
-)
+from lightning_memsave.planning.candidates import CurrentSettings, single_candidates
 from lightning_memsave.techniques.registry import values_of, with_stack
 
 
@@ -19,35 +12,27 @@ def situation(precision="32-true", has_bf16=True, num_samples=8, **settings):
     return CurrentSettings(arguments, precision, has_bf16, num_samples)
 
 
-def names(candidates):
-    return [candidate.name for candidate in candidates]
-
-
-def all_candidates(now):
-    found = [*single_candidates(now), *micro_batch_candidates(now)]
-    return [*found, *joint_candidates(now, found), *host_candidates(now)]
+def names(now):
+    return [candidate.name for candidate in single_candidates(now)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"optimizer": "8bit"}])
 def test_each_is_something_that_the_callback_takes(settings):
-    now = situation(**settings)
-    for candidate in all_candidates(now):
+    for candidate in single_candidates(situation(**settings)):
         MemSaveCallback(**{**({"stack": "off"} | settings), **candidate.changes})
 
 
 def test_every_technique_is_among_them():
-    found = single_candidates(situation()) + host_candidates(situation())[:2]
-    changed = {name for one in found for name in one.changes}
-    others = {"micro_batch_size"}
-    others |= {"block_micro_batch_size"}  # it pays beside what waits on the host
+    changed = {name for one in single_candidates(situation()) for name in one.changes}
+    others = {"block_micro_batch_size"}  # it pays beside what waits on the host
     assert set(values_of("single_gpu")) - others == changed
 
 
-def test_a_dominating_embedding_can_have_8_bits_too():
-    now = replace(situation(), embedding="embed.weight")
-    found = [c.changes for c in single_candidates(now) if "also for" in c.name]
-    assert found == [{"optimizer": LowBitOptimizer(force_8bit=("*embed.weight",))}]
-    MemSaveCallback(**({"stack": "off"} | found[0]))
+def test_a_dominating_embedding_can_have_8_bits_too_though_that_is_advised_against():
+    found = single_candidates(replace(situation(), embedding="embed.weight"))
+    assert found[-1].changes == {"optimizer": LowBitOptimizer(force_8bit=("*embed.weight",))}
+    assert [one.is_advised_against for one in found] == [False] * (len(found) - 1) + [True]
+    MemSaveCallback(**({"stack": "off"} | found[-1].changes))
     assert not any("also for" in c.name for c in single_candidates(situation()))
 
 
@@ -57,64 +42,40 @@ def test_8_bits_have_a_price():
 
 
 def test_what_is_on_is_not_offered():
-    assert single_candidates(situation(stack="single_gpu", precision="bf16-mixed")) == []
+    now = situation(stack="single_gpu", precision="bf16-mixed", micro_batch_size=1)
+    assert {candidate.argument for candidate in single_candidates(now)} == {"offload"}
 
 
-def test_models_that_overflow_are_not_offered_float16():
+def test_float16_comes_last_and_not_for_models_that_overflow_in_it():
     old = situation(has_bf16=False)
-    assert "precision 16-mixed" in names(single_candidates(old))
-    assert not any("precision" in c.changes for c in all_candidates(replace(old, overflows=True)))
-    assert "precision bf16-mixed" in names(single_candidates(replace(situation(), overflows=True)))
+    assert names(old)[-1] == "precision 16-mixed"
+    assert single_candidates(old)[-1].is_advised_against
+    assert not any("precision" in name for name in names(replace(old, overflows=True)))
+    assert "precision bf16-mixed" in names(replace(situation(), overflows=True))
 
 
 def test_devices_without_bf16_are_offered_none_of_it():
-    found = all_candidates(situation(has_bf16=False))
-    assert "precision 16-mixed" in names(found)
-    assert "bf16" not in repr(found)
+    assert "bf16" not in repr(single_candidates(situation(has_bf16=False)))
 
 
 def test_parts_are_smaller_than_those_in_force():
-    assert names(micro_batch_candidates(situation())) == [
-        f"micro-batches of {n}" for n in (4, 2, 1)
-    ]
-    assert names(micro_batch_candidates(situation(micro_batch_size=2))) == ["micro-batches of 1"]
-    assert micro_batch_candidates(situation(num_samples=0)) == []
+    def parts(now):
+        return [name for name in names(now) if name.startswith("micro-batches")]
+
+    assert parts(situation()) == [f"micro-batches of {n}" for n in (4, 2, 1)]
+    assert parts(situation(micro_batch_size=2)) == ["micro-batches of 1"]
+    assert parts(situation(num_samples=0)) == []
 
 
-def test_together_is_what_helped_and_then_the_stack():
-    helpful = [
-        Candidate("a", {"activation_checkpointing": "all"}, "bitwise", ""),
-        Candidate("b", {"micro_batch_size": 4}, "rounding", ""),
-        Candidate("c", {"low_precision_weights": "stochastic"}, "approximate", ""),
-    ]
-    first, of_one, stack, stack_of_one = joint_candidates(situation(), helpful)
-    assert first.changes == {"activation_checkpointing": "all"}
-    assert of_one.changes == {"activation_checkpointing": "all", "micro_batch_size": 1}
-    assert stack.changes["stack"] == stack_of_one.changes["stack"] == "single_gpu"
-    assert stack_of_one.changes["micro_batch_size"] == 1
-    # What is switched on decides how far numbers move, not what is offered later.
-    assert [first.exactness, of_one.exactness, stack.exactness] == [
-        "rounding",
-        "rounding",
-        "approximate",
-    ]
+def test_the_memory_of_the_host_comes_after_the_rest_and_where_there_is_another():
+    found = single_candidates(situation())
+    assert [c.changes.get("offload") for c in found[-2:]] == ["optimizer", "parameters"]
+    assert {c.exactness.value for c in found[-2:]} == {"rounding"}
+    for now in (situation(offload="optimizer"), replace(situation(), device="cpu")):
+        assert not any("offload" in c.changes for c in single_candidates(now))
 
 
-def test_the_memory_of_the_host_is_offered_where_there_is_another():
-    found = host_candidates(situation())
-    assert [c.changes.get("offload") for c in found] == ["optimizer", "parameters", "auto", "auto"]
-    assert [c.changes.get("stack") for c in found] == [None, None, "offload", "offload"]
-    assert [c.changes.get("micro_batch_size") for c in found[2:]] == ["auto", 1]
-    assert host_candidates(situation(offload="optimizer")) == []
-    assert host_candidates(replace(situation(), device="cpu")) == []
-    assert len(host_candidates(situation(has_bf16=False))) == 2
-
-
-def test_one_alone_is_joined_with_nothing():
-    assert joint_candidates(situation(), single_candidates(situation())[:1]) == []
-
-
-def test_a_size_that_is_set_stays():
-    now = situation(micro_batch_size=2)
-    found = joint_candidates(now, [*single_candidates(now), *micro_batch_candidates(now)])
-    assert [one.changes.get("micro_batch_size") for one in found] == [None, 2]
+def test_what_is_exact_and_cheap_comes_first():
+    found = [c for c in single_candidates(situation()) if c.argument != "offload"]
+    order = [(c.exactness.value == "approximate", c.slowdown) for c in found]
+    assert order == sorted(order)

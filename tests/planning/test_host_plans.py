@@ -14,7 +14,8 @@ import transformers
 from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch
+from lightning_memsave.planning.constants import EQUALLY_FAST
+from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.units import MIB
 from tests.planning.plans import RATES

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from lightning_memsave import LowBitOptimizer
-from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave import LowBitOptimizer, MemSaveCallback
+from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
+from lightning_memsave.prediction.training_step import as_code
+from lightning_memsave.techniques.registry import entries, with_stack
 from lightning_memsave.units import GIB, MIB
 
 
@@ -84,3 +86,35 @@ def test_json_and_notebook():
     }
     assert "activation_checkpointing" in shown._repr_mimebundle_([], [])["text/html"]
     assert repr(FOUND).startswith("<MemoryPlan for 6.00 GiB: MemSaveCallback(")
+
+
+@pytest.mark.parametrize(
+    ("on", "exactness", "call"),
+    [
+        ({}, "bitwise",
+         'stack="bitwise", activation_checkpointing=None, optimizer_in_backward=None'),
+        ({"activation_checkpointing": 3, "optimizer_in_backward": True}, "bitwise",
+         'stack="bitwise", activation_checkpointing=3, optimizer_in_backward=True'),
+        ({"activation_checkpointing": "all", "optimizer": "8bit", "precision": "bf16-mixed"},
+         "approximate",
+         'activation_checkpointing="all", optimizer="8bit", precision="bf16-mixed"'),
+        ({"micro_batch_size": 2, "attention": "sdpa"}, "rounding",
+         'activation_checkpointing=None, optimizer=None, precision=None, micro_batch_size=2, '
+         'attention="sdpa"'),
+        ({"offload": "parameters", "low_precision_weights": "master", "precision": "bf16-mixed",
+          "activation_checkpointing": "nested"}, "approximate",
+         'activation_checkpointing="nested", optimizer=None, precision="bf16-mixed", '
+         'low_precision_weights="master", offload="parameters"'),
+    ],
+)  # fmt: skip
+def test_the_call_is_short_and_does_the_same(on, exactness, call):
+    off = dict.fromkeys(entry.argument for entry in entries())
+    settings = {**off, "micro_batch_size": "auto", **on}
+    short = short_settings(MemSaveCallback, settings, exactness)
+    assert as_code(MemSaveCallback, short) == f"MemSaveCallback({call})"
+
+    def effective(of: dict[str, Any]) -> dict[str, Any]:
+        found = with_stack(MemSaveCallback(**of).arguments)
+        return {n: v for n, v in found.items() if n not in ("stack", "from_stack")}
+
+    assert effective(short) == effective(settings)

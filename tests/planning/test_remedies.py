@@ -1,10 +1,13 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.api import explain_memory, predict_memory
+from lightning_memsave.api import explain_memory, plan_memory, predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.planning.remedies import cheapest_that_fits
+from lightning_memsave.errors import InfeasiblePlanError
+from lightning_memsave.planning.remedies import best_that_fits
 from tests.explain.test_factors import bert, ids
 
 BLOCKS = {"num_hidden_layers": 1}
@@ -61,12 +64,10 @@ def test_time_is_estimated_where_the_gpu_is_known(remedies):
 def test_the_cheapest_come_first(remedies):
     names = [remedy.name for remedy in remedies]
     order = ["optimizer in backward", "recompute half of the blocks"]
-    order += ["recompute all blocks", "precision bf16-mixed", "8-bit optimizer", "weights in bf16"]
-    order += ["micro-batches of 3200", "all together", "all together, one sample at once"]
-    order += ["stack single_gpu"]
+    order += ["recompute all blocks", "micro-batches of 3200", "micro-batches of 1"]
+    order += ["precision bf16-mixed", "8-bit optimizer", "weights in bf16"]
     found = [name for name in order if name in names]
     assert [name for name in names if name in order] == found
-    assert names[-1].startswith("all together")
     assert "recompute all blocks" in names
 
 
@@ -74,16 +75,34 @@ def test_exactness_is_that_of_the_techniques(remedies):
     exactness = {remedy.name: remedy.exactness for remedy in remedies}
     assert exactness["recompute all blocks"] == "bitwise"
     assert exactness["micro-batches of 1"] == "rounding"
-    assert exactness["all together"] == "approximate"
 
 
-def test_each_says_whether_it_fits_and_the_first_is_chosen(remedies):
+@pytest.mark.parametrize(("times", "fits"), [(1, True), (6, False)])
+@pytest.mark.daily(2)
+def test_for_a_gpu_that_is_too_small_the_last_line_is_the_plan(times, fits):
+    batch = BATCH.repeat(times, 1, 1)
+    step: dict[str, Any] = {"device": "cpu", "gpu": "256MiB"}
+    last = find_remedies(deep, batch, **step)[-1]
+    try:
+        plan = plan_memory(deep, batch, **step).plan
+    except InfeasiblePlanError as error:
+        plan = error.smallest
+    assert last.name == ("the fastest plan that fits" if fits else "the smallest plan")
+    assert (last.how, last.device_bytes) == (plan.how, plan.device_bytes)
+    assert last.fits is fits
+    callback = eval(last.how, {"MemSaveCallback": MemSaveCallback})
+    found = predict_memory(deep, batch, settings=callback, device="cpu")
+    assert found.peak_bytes == last.peak_bytes
+
+
+def test_each_says_whether_it_fits_and_the_plan_is_chosen(remedies):
     for remedy in remedies:
         assert remedy.fits == (remedy.device_bytes <= 2**30)
-    best = cheapest_that_fits(remedies)
-    assert best is not None
-    assert all(not remedy.fits for remedy in remedies[: remedies.index(best)])
-    assert {remedy.fits for remedy in remedies} == {True, False}
+    assert {remedy.fits for remedy in remedies[:-1]} == {True, False}
+    assert best_that_fits(remedies) is remedies[-1]
+    single = remedies[:-1]
+    best = best_that_fits(single)
+    assert all(not remedy.fits for remedy in single[: single.index(best)])
 
 
 @pytest.mark.slow

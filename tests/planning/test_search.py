@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch, search_for
+from lightning_memsave.planning.constants import EQUALLY_FAST
+from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.planning.variant import Variant
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS
@@ -17,6 +19,7 @@ from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.techniques.registry import ALL_8BIT
 from tests.helpers import set_clock
 from tests.planning.plans import (
+    ALL,
     OPEN,
     PLANNED,
     RATES,
@@ -109,6 +112,8 @@ def test_state_in_fewer_bits_is_never_shown_as_a_cost():
     plain = search.find(2**40).plan
     context_bytes = plain.prediction.context_bytes
     search.find(context_bytes + (plain.device_bytes - context_bytes) // 2)
+    with pytest.raises(InfeasiblePlanError):  # 8-bit state of embeddings is the last resort
+        search.find(1)
 
     def num_bits(candidate):
         changes = candidate.variant.changes
@@ -119,10 +124,38 @@ def test_state_in_fewer_bits_is_never_shown_as_a_cost():
         key = (candidate.variant.but_optimizer, candidate.kinds)
         by_rest.setdefault(key, []).append(candidate)
     compared = [sorted(alike, key=num_bits) for alike in by_rest.values() if len(alike) > 1]
-    assert compared
+    assert {num_bits(candidate) for alike in compared for candidate in alike} == {8, 16, 32}
     for alike in compared:
         sizes = [search._bytes(candidate) for candidate in alike]
         assert sizes == sorted(sizes), (alike[0].kinds, alike[0].variant.changes)
+
+
+@pytest.mark.parametrize("argument", ["optimizer", "precision"])
+@pytest.mark.daily(2)
+def test_what_is_advised_against_is_planned_where_nothing_else_fits(argument):
+    if argument == "optimizer":
+        search = search_of("large table", "cuda", ("activation_checkpointing", "optimizer"))
+    else:  # the T4 has no bfloat16
+        off = {**dict.fromkeys(ALL - {"precision", "activation_checkpointing"}), "offload": None}
+        batch = torch.ones(2048, 64, 32)
+        what_if = make_what_if(planned("encoder").model, batch, settings=off, gpu="T4")
+        search = search_for(what_if, Exactness.APPROXIMATE)
+    with pytest.raises(InfeasiblePlanError) as failure:
+        search.find(1)
+    least = failure.value.smallest
+    assert [*least.not_advised] == [argument]
+    margin_bytes = 256 * 2**20 if argument == "precision" else 0  # beside a named GPU
+    found = search.find(least.device_bytes + margin_bytes)
+    assert found.plan.settings[argument]
+    assert found.plan.not_advised == least.not_advised
+    assert f"Nothing else fits: `{argument}=" in " ".join(str(found).split())
+    unwise = [bool(plan.not_advised) for plan in found.frontier]
+    assert unwise == sorted(unwise)
+    advised = [plan for plan in found.frontier if not plan.not_advised]
+    assert not any(map(found.fits, advised))
+    more = search.find(int(1.1 * advised[-1].device_bytes) + 2 * found.margin_bytes)
+    assert not any(plan.not_advised for plan in more.frontier)
+    assert not more.plan.not_advised
 
 
 def test_the_budget_that_a_refusal_names_is_enough():

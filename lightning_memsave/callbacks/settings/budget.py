@@ -2,29 +2,22 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.micro_batches import PROBED_STEPS
 from lightning_memsave.callbacks.settings.modules import ActivationCheckpointingSetting
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.measure.phase_clock import PhaseClock
-from lightning_memsave.planning.ladder import RunPlan
-from lightning_memsave.planning.plan import Plan
+from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
+from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.prediction.cuda.constants import context_bytes
-from lightning_memsave.trainer.distributed import reduce_over_ranks
+from lightning_memsave.techniques.registry import current_settings
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.units import MIB, format_bytes
 
-# After so many steps, so often; the first step after a change is like no other.
-_STEPS, _MOST = 4, 3
-_PHASES = ("forward", "backward", "optimizer")
 _CUT_OFF = (
     "the search for a better plan was cut off; a number of seconds for `predict=` allows more"
 )
@@ -38,38 +31,36 @@ class BudgetSetting(Setting):
     def __init__(self, budget: Any) -> None:
         super().__init__()
         self.value = repr(budget)
-        self._made: RunPlan | None = None
+        self._made: MemoryPlan | None = None
         self._plan: Plan | None = None  # in force
-        self._note = self._last_check = ""
+        self._ladder: Sequence[Plan] = ()  # without what memory was short with
+        self._note = ""
         self._change: Callable[[Plan, Plan], None] | None = None
         self._is_possible: Callable[[Plan], bool] = lambda plan: True
         self._num_retries: int | None = None
-        self._clock: PhaseClock | None = None
-        self._num_steps, self._at_step = -1, -1  # since the start of the fit; of the Trainer
-        self._is_changed = False  # since the step before
 
-    def use(self, made: RunPlan) -> None:
+    def use(self, made: MemoryPlan) -> None:
         """Remember what was planned, before it is applied."""
-        self._made, self._plan = made, made.plan
-        other = None if made.found is None else made.found.runner_up
+        self._made, self._plan, self._ladder = made, made.plan, made.ladder
+        other = made.runner_up
         if other is not None:
             self._note = f"next best: {other.short}, {other.time_ratio:.2f} times the time"
-        elif made.found is None:
+        elif not made.frontier:
             self._note = "the plan of the checkpoint"
-            if made.correction.num_checks:
-                self._last_check = f"when it was written, {made.correction}"
 
     def report(self) -> dict[str, Any] | None:
         """Give what a report of the run shows: the plans, and which one is in force."""
-        if self._made is None or self._plan is None:
+        made, plan = self._made, self._plan
+        if made is None or plan is None:
             return None
-        return self._made.to_dict() | {"in_force": self._plan.to_dict()}
+        found = made.to_dict() if made.frontier else _state(made, made.plan, made.ladder)
+        return found | {"in_force": plan.to_dict()}
 
     def state(self) -> dict[str, Any]:
-        """Give what a checkpoint keeps."""
+        """Give what a checkpoint keeps, with the plan that is in force by now."""
         assert self._made is not None, "a fit has a plan"
         assert self._plan is not None, "a fit has a plan"
-        return self._made.state(self._plan)
+        return _state(self._made, self._plan, self._ladder)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Put up the wall, and show the plan."""
@@ -79,7 +70,7 @@ class BudgetSetting(Setting):
             self._undo.append(put_up_wall(device, self._made.budget_bytes))
 
     def allow_changes(self, trainer: Any, pl_module: Any, settings: Settings) -> None:
-        """Allow the plan to be changed from now on, and measure for it."""
+        """Allow the plan to be changed from now on."""
         recomputation = settings.find(ActivationCheckpointingSetting)
         micro_batches = settings.find(MicroBatchSetting)
 
@@ -103,7 +94,6 @@ class BudgetSetting(Setting):
 
         self._change, micro_batches.relieve = change, relieve
         self._is_possible = is_possible
-        self._clock = PhaseClock(trainer.strategy.root_device)
         assert self._plan is not None, "called with a plan"
         micro_batches.peak_bytes = self._plan.peak_bytes
         micro_batches.stay_whole = functools.partial(self._stay_whole, trainer)
@@ -113,20 +103,19 @@ class BudgetSetting(Setting):
 
     def step_down(self, trainer: Any, why: str, *, in_same_parts: bool = False) -> bool:
         """Change to the fastest plan that needs less."""
-        assert self._made is not None, "called with a plan"
         assert self._plan is not None, "called with a plan"
-        self._made.leave(self._plan)
+        limit = self._plan.device_bytes  # memory was short with it: never return to it
+        self._ladder = [plan for plan in self._ladder if plan.device_bytes < limit]
         smaller = self._smaller(in_same_parts=in_same_parts)
         return smaller is not None and self._change_to(trainer, smaller, why)
 
     def _smaller(self, *, in_same_parts: bool = False) -> Plan | None:
-        made, now = self._made, self._plan
-        assert made is not None, "called with a plan"
+        now = self._plan
         assert now is not None, "called with a plan"
-        smaller = [p for p in made.usable if p.device_bytes < now.device_bytes]
+        smaller = [p for p in self._ladder if p.device_bytes < now.device_bytes]
         if in_same_parts:
             smaller = [p for p in smaller if p.micro_batch_size == now.micro_batch_size]
-        return min(filter(self._is_possible, smaller), key=made.seconds_of, default=None)
+        return _fastest(filter(self._is_possible, smaller))
 
     def _stay_whole(self, trainer: Any, why: str) -> None:
         """Change to the fastest plan that fits with whole batches, as a loss cannot be split."""
@@ -135,11 +124,10 @@ class BudgetSetting(Setting):
         assert plan is not None, "called with a plan"
         if not _splits(plan):
             return
-        whole = [other for other in made.usable if not _splits(other)]
+        whole = [other for other in self._ladder if not _splits(other)]
         room = made.budget_bytes - made.margin_bytes
         fitting = [other for other in whole if other.device_bytes <= room]
-        if fitting:
-            best = min(fitting, key=made.seconds_of)
+        if (best := _fastest(fitting)) is not None:
             self._change_to(trainer, best, "its loss cannot be split")
             return
         least = min(whole, key=lambda other: other.device_bytes, default=plan)
@@ -160,64 +148,8 @@ class BudgetSetting(Setting):
             budget = f"a smaller budget, such as {_as_budget(num_bytes)}"
         return f"Use {budget}, shorter samples or a smaller model."
 
-    def begin_batch(self, trainer: Any, monitor: GPUMemoryMonitor | None) -> None:
-        """Between two batches: change the plan where measurements contradict it."""
-        self.watch(trainer, is_start=True)
-        if self._at_step != trainer.global_step:
-            self._at_step = trainer.global_step
-            self._num_steps += 1
-            self._begin_step(trainer, monitor)
-        self.mark("")
-
-    def mark(self, phase: str) -> None:
-        """Say of which phase the time since the mark before was."""
-        if self._clock is not None:
-            self._clock.mark(phase)
-
-    # All ranks come here at the same steps, whatever happened on one of them: they reduce together.
-    def _begin_step(self, trainer: Any, monitor: GPUMemoryMonitor | None) -> None:
-        made, clock = self._made, self._clock
-        if made is None or clock is None or made.correction.num_checks == _MOST:
-            return
-        clock.stop()
-        is_first = self._num_steps % _STEPS == 0
-        if is_first and self._num_steps:
-            self._refine(trainer, made, monitor)
-        if self._is_changed:
-            clock.read()
-            if monitor is not None:
-                monitor.measure_again()
-        elif not is_first:
-            clock.begin_step()
-        # Until then processes train apart, and DDP's copies of gradients are not there.
-        if self._num_steps == PROBED_STEPS and trainer.world_size > 1 and monitor is not None:
-            monitor.measure_again()
-        self._is_changed = False
-
-    def _refine(self, trainer: Any, made: RunPlan, monitor: GPUMemoryMonitor | None) -> None:
-        assert self._plan is not None, "called with a plan"
-        assert self._clock is not None, "called with a plan"
-        measured: dict[str, float | None] = dict.fromkeys(("peak_bytes", *_PHASES))
-        if not self._is_changed:  # else it is of two plans
-            measured |= self._clock.read()
-            measured["peak_bytes"] = None if monitor is None else monitor.recent_peak_bytes()
-        found = reduce_over_ranks(trainer, "max", measured)
-        made.correct(self._plan, found.pop("peak_bytes", None), found)
-        better = made.better_than(self._plan, self._is_possible)
-        if better is not None:
-            self._change_to(trainer, better, str(made.correction))
-            return
-        self._last_check = f"kept after {self._num_steps} steps, as {made.correction}"
-        self._show()
-        log_info(trainer, f"budget={self.value}: {made.correction}; the plan stays.")
-
-    def end_batch(self, trainer: Any) -> None:
-        """Change to a smaller plan where CUDA's allocator had to give memory back in the batch."""
-        self.mark("optimizer")
-        self.watch(trainer, is_start=False)
-
     def watch(self, trainer: Any, *, is_start: bool) -> None:
-        """Note the retries of CUDA's allocator; those between batches are not a plan's."""
+        """Change to a smaller plan where CUDA's allocator had to give memory back in a batch."""
         device = trainer.strategy.root_device
         if device.type == "cuda":  # pragma: no cover (gpu)
             self._num_retries = None if is_start else self._num_retries
@@ -237,14 +169,13 @@ class BudgetSetting(Setting):
         if self._change is None or self._plan is None:
             return False
         self._change(self._plan, plan)
-        self._plan, self._is_changed = plan, True
-        self._note, self._last_check = f"changed, as {why}", ""
+        self._plan, self._note = plan, f"changed, as {why}"
         self._show()
         log_info(trainer, f"budget={self.value}: {why}, so the plan is now {plan.short}.")
         return True
 
     def _forget_changes(self) -> None:
-        self._change = self._clock = None
+        self._change = None
         self._is_possible = lambda plan: True
 
     def _show(self) -> None:
@@ -257,14 +188,42 @@ class BudgetSetting(Setting):
             f"{sure} to need {format_bytes(plan.device_bytes)} and {plan.time_ratio:.2f} times the "
             "time of a step without it"
         )
-        if made.found is not None and not plan.is_verified and plan is made.plan:
-            needs = f"{needs if plan.seconds_by_phase else 'not predicted'}: {_CUT_OFF}"
+        if made.frontier and not plan.is_verified and plan is made.plan:
+            needs = f"{needs if made.num_predictions else 'not predicted'}: {_CUT_OFF}"
         details = [
             f"planned for {format_bytes(made.budget_bytes)}: {plan.short}",
             needs,
-            *filter(None, (self._note, self._last_check)),
+            *filter(None, [self._note]),
+            *(f"`{name}` is advised against: {why}" for name, why in plan.not_advised.items()),
         ]
         self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
+
+
+def _state(made: MemoryPlan, plan: Plan, ladder: Sequence[Plan]) -> dict[str, Any]:
+    return {
+        "budget_bytes": made.budget_bytes,
+        "margin_bytes": made.margin_bytes,
+        "plan": plan.to_dict(),
+        "ladder": [other.to_dict() for other in ladder],
+    }
+
+
+def read_plan(state: Any) -> MemoryPlan | None:
+    """Read the plan in a checkpoint; ``None`` if it cannot be read."""
+    try:
+        sizes, ladder = (state["budget_bytes"], state["margin_bytes"]), state["ladder"]
+        plans = tuple(map(_plan_of, ladder))
+        return MemoryPlan(*sizes, _plan_of(state["plan"]), None, (), ladder=plans)
+    except (TypeError, KeyError, ConfigurationError):
+        return None
+
+
+def _plan_of(state: Mapping[str, Any]) -> Plan:
+    return Plan(**{**state, "settings": current_settings(state["settings"])})
+
+
+def _fastest(plans: Iterable[Plan]) -> Plan | None:
+    return min(plans, key=lambda plan: plan.time_ratio, default=None)
 
 
 def _as_budget(num_bytes: int) -> str:
