@@ -49,7 +49,7 @@ def from_flags(*flags: str) -> MemSaveCallback:
     [
         ("activation_checkpointing=2", 2),
         ("activation_checkpointing=1", 1),
-        ("activation_checkpointing=0.5", 0.5),
+        ("activation_checkpointing=50%", "50%"),
         ("activation_checkpointing=1.0", 1.0),
         ("activation_checkpointing=all", "all"),
         ("activation_checkpointing=auto", "auto"),
@@ -154,7 +154,7 @@ CONFIGS = {
         report: false
 """,
     "other values": r"""
-        activation_checkpointing: 0.5
+        activation_checkpointing: 50%
         precision: bf16-mixed
         blocks: re:layers[.]\d+
         exactness: approximate

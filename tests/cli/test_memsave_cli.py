@@ -90,14 +90,14 @@ def test_every_argument_of_the_callback_is_a_flag(name, capsys):
 def test_flags_are_typed(name):
     cli = run_cli(
         name,
-        "--memsave.activation_checkpointing=0.5",
+        "--memsave.activation_checkpointing=50%",
         "--memsave.optimizer=lion_8bit",
         "--memsave.report=false",
     )
     assert (
         callback_of(cli).arguments.items()
         >= {
-            "activation_checkpointing": 0.5,
+            "activation_checkpointing": "50%",
             "optimizer": "lion_8bit",
             "report": False,
         }.items()

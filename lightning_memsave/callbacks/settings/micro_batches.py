@@ -136,8 +136,9 @@ def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: s
 def refusal_of(what: str, proof: Proof) -> Problem:
     """Write that a loss cannot be split, why, and what to do."""
     fix = (
-        "Pass `MicroBatching(loss_weight=...)`, a function of a micro-batch that gives what its loss is "
-        "divided by; set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
+        "Pass `MicroBatching(loss_weight=...)`, a function of a micro-batch that gives what its "
+        "loss is divided by; set `micro_batch_size=None`; or use smaller batches and "
+        "`accumulate_grad_batches`."
     )
     return Problem(f"`{what}`", proof.reason, proof.fix or fix)
 
