@@ -366,7 +366,7 @@ CASES: dict[str, Case] = {
             ActivationCheckpointing("nested"),
             ActivationCheckpointing("selective"),
             ActivationCheckpointing(2),
-            ActivationCheckpointing(0.5),
+            ActivationCheckpointing("50%"),
             ActivationCheckpointing("every:2"),
         ),
         needs_blocks=True,

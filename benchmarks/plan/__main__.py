@@ -38,7 +38,7 @@ STEPS = 3  # of a fit that are timed, after the first
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recompute all blocks": {"activation_checkpointing": "all"},
-    "recompute half of the blocks": {"activation_checkpointing": 0.5},
+    "recompute half of the blocks": {"activation_checkpointing": "50%"},
     "recompute selectively": {"activation_checkpointing": "selective"},
     "recompute nested": {"activation_checkpointing": "nested"},
     "chunked cross-entropy": {"chunked_cross_entropy": True},

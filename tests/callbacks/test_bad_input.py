@@ -34,7 +34,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing": "some"}, r'Use "all", "nested", "selective"'),
     ({"activation_checkpointing": 0}, r"a number of blocks such as 6"),
     ({"activation_checkpointing": -3}, r"a number of blocks such as 6"),
-    ({"activation_checkpointing": 1.5}, r"a share such as 0\.5"),
+    ({"activation_checkpointing": 0.5}, r'Write "50%" for this share'),
     ({"activation_checkpointing": True}, r'Use "all"'),
     ({"activation_checkpointing": "every:0"}, r'"every:2"'),
     ({"activation_checkpointing": "every:"}, r'"every:2"'),
@@ -78,7 +78,20 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"stack": ["bitwise"]}, r"Use 'off', 'classic', 'bitwise'"),
     *(
         ({"activation_checkpointing": wrong}, r'Use "all", "nested"')
-        for wrong in ("al", "", NAN, INF, 0.0, -0.5, "every:1.5", {"which": "all"}, b"all", False)
+        for wrong in (
+            "al",
+            "",
+            NAN,
+            INF,
+            0.0,
+            -0.5,
+            "0%",
+            "101%",
+            "every:1.5",
+            {"which": "all"},
+            b"all",
+            False,
+        )
     ),
     ({"activation_checkpointing": nn.Linear(1, 1)}, r'Use "all", "nested"'),
     ({"activation_checkpointing": torch.tensor(3)}, r'Use "all", "nested"'),

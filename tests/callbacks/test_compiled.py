@@ -147,7 +147,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
     "checkpointing selective": ({"activation_checkpointing": "selective"}, saves),
     "checkpointing every:2": ({"activation_checkpointing": "every:2"}, saves),
     "checkpointing 1": ({"activation_checkpointing": 1}, saves),
-    "checkpointing 0.5": ({"activation_checkpointing": 0.5}, saves),
+    "checkpointing 50%": ({"activation_checkpointing": "50%"}, saves),
     "offload": ({"offload": "optimizer"}, saves),
     "block_micro_batch_size": ({"block_micro_batch_size": 2}, saves),
     "attention": ({"attention": "sdpa"}, saves),

@@ -281,7 +281,9 @@ def test_says_which_blocks_it_changed():
 
 
 @pytest.mark.parametrize(
-    ("which", "count"), [("all", 4), (1, 1), (3, 3), (0.26, 2), (1.0, 4), ("every:3", 2)], ids=str
+    ("which", "count"),
+    [("all", 4), (1, 1), (3, 3), ("26%", 2), ("100%", 4), (1.0, 1), ("every:3", 2)],
+    ids=str,
 )
 def test_which_chooses_the_number_of_blocks(which, count):
     changes = ActivationCheckpointing(which).apply(make_model("dropout")).changes

@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import sys
 import warnings
 from collections import Counter
@@ -78,7 +79,7 @@ def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
 
 _VALUES = (
     '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, a share such '
-    'as 0.5, or numbers of blocks in order such as "nested:2,full:4,selective:4"'
+    'as "50%", or numbers of blocks in order such as "nested:2,full:4,selective:4"'
 )
 _KINDS = ("nested", "full", "selective")
 
@@ -93,10 +94,10 @@ class ActivationCheckpointing(Technique[nn.Module]):
 
     Args:
         which: ``"all"`` blocks; a whole number m for the first m blocks, which is the best simple
-            choice when not all are needed; a share between 0.0 and 1.0 for that share of the
-            blocks, first ones first, rounded up; ``"every:k"`` for each k-th block; ``"nested"``
-            for all blocks, and for their submodules (attention, feed-forward) once more while a
-            block is recomputed, so that the activations of one submodule exist at a time;
+            choice when not all are needed; ``"50%"`` for that share of the blocks, first ones
+            first, rounded up; ``"every:k"`` for each k-th block; ``"nested"`` for all blocks, and
+            for their submodules (attention, feed-forward) once more while a block is recomputed, so
+            that the activations of one submodule exist at a time;
             ``"selective"`` for all blocks, but the outputs of matrix products, convolutions and
             attention are saved and only the rest is recomputed; ``"sqrt"`` to split each long
             ``nn.Sequential`` into about sqrt(n) segments (Chen et al.). For transformer blocks
@@ -142,21 +143,26 @@ class ActivationCheckpointing(Technique[nn.Module]):
     argument: ClassVar[str] = "activation_checkpointing"
     offers: ClassVar[tuple[Offer, ...]] = (
         Offer("recompute selectively", "selective", "less than recomputing all blocks", 0.1),
-        Offer("recompute half of the blocks", 0.5, "about 1/6 more compute", 1 / 6),
+        Offer("recompute half of the blocks", "50%", "about 1/6 more compute", 1 / 6),
         Offer("recompute all blocks", "all", "about 1/3 more compute", 1 / 3),
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = "Chen et al. (2016), arXiv:1604.06174"
 
-    which: str | int | float = "all"
+    which: str | int = "all"
     _: KW_ONLY
     blocks: BlockSelector | Sequence[BlockSelector] | None = None
 
     def __post_init__(self) -> None:
+        which: Any = self.which
+        if isinstance(which, float) and which.is_integer():
+            object.__setattr__(self, "which", int(which))
         if not _is_valid(self.which):
+            is_share = isinstance(self.which, float) and 0 < self.which < 1
+            share = f'Write "{100 * self.which:g}%" for this share. ' if is_share else ""
             raise ConfigurationError(
                 f"`activation_checkpointing={self.which!r}` is not a valid choice of blocks. "
-                f"Use {_VALUES}."
+                f"{share}Use {_VALUES}."
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))
@@ -186,7 +192,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
             return [] if self._chains(target) or not self._blocks(target) else [no_chain(target)]
         blocks = self._blocks(target)
         problems = []
-        runs = None if isinstance(self.which, float) else _runs(str(self.which))
+        runs = _runs(str(self.which))
         wanted = sum(count for _, count in runs or ())
         if isinstance(self.which, int):
             wanted = self.which
@@ -264,8 +270,8 @@ class ActivationCheckpointing(Technique[nn.Module]):
         """
         if isinstance(self.which, int):
             return [(block, "full") for block in blocks[: self.which]]
-        if isinstance(self.which, float):
-            return [(block, "full") for block in blocks[: math.ceil(self.which * len(blocks))]]
+        if (percent := _percent(self.which)) is not None:
+            return [(block, "full") for block in blocks[: math.ceil(percent * len(blocks) / 100)]]
         if self.which.startswith("every:"):
             every = int(self.which.removeprefix("every:"))
             return [(block, "full") for block in blocks[::every]]
@@ -399,14 +405,19 @@ def _is_valid(which: object) -> bool:
         return False
     if isinstance(which, int):
         return which >= 1
-    if isinstance(which, float):
-        return 0.0 < which <= 1.0
     if not isinstance(which, str):
         return False
+    if (percent := _percent(which)) is not None:
+        return 0 < percent <= 100
     every = which.removeprefix("every:")
     if every != which:
         return every.isdecimal() and int(every) >= 1
     return which in ("all", "nested", "selective", "sqrt") or _runs(which) is not None
+
+
+def _percent(which: str) -> float | None:
+    found = re.fullmatch(r"(\d+\.?\d*)%", which)
+    return None if found is None else float(found[1])
 
 
 # Of "nested:2,full:4": pairs of kind and number; `None` of any other text.
