@@ -151,6 +151,21 @@ def test_every_optimizer_has_the_same_bits(name):
     assert_same(everything(plain, optimizer), everything(ours, other))
 
 
+@pytest.mark.parametrize("name", ["adamw", "amsgrad", "nesterov", "adafactor"])
+def test_updates_of_large_tables_in_tiles_have_the_same_bits(name):
+    """Tiles have at least 2**20 elements."""
+    model = nn.Sequential()
+    model.table, model.body = nn.Embedding(33001, 33), nn.Linear(33, 4)
+    runs = []
+    for each, optimizer in pair(OPTIMIZERS[name], model):
+        for step in range(2):
+            each.body(each.table(batch(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(everything(each, optimizer))
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"padding_idx": 3}, {"scale_grad_by_freq": True}, {"max_norm": 1.0, "norm_type": 1.5}],

@@ -178,10 +178,14 @@ class HostUpdates(StepOwner):
         if self._residence.device.type == "cuda" or any(map(on_cuda, gradients)):  # or a fake one
             for group in double.param_groups:
                 choose_fused(double, group)
+        # Whole temporaries of a table would need as much memory again, and pass the cache.
+        is_large = part in self._residence.tables and part.params[0].dtype is torch.float32
         others = [
             param
             for param, grad in gradients.items()
-            if part.is_split(param) or grad.dtype is not part.weight_of(param).dtype
+            if part.is_split(param)
+            or grad.dtype is not part.weight_of(param).dtype
+            or (is_large and _has_temporaries(double, stand_ins[id(param)]))
         ]
         plain = [stand_ins[id(param)] for param in gradients if param not in {*others}]
 
@@ -254,6 +258,10 @@ def _double(
         for group in optimizer.param_groups
     ]
     return double_of(optimizer, groups, state)
+
+
+def _has_temporaries(double: Optimizer, stand_in: nn.Parameter) -> bool:
+    return is_tiled(double, stand_in) and not group_of(double, stand_in).get("fused")
 
 
 def _step_in_float32(
