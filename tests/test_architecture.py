@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -280,6 +282,16 @@ def test_only_rooms_at_a_trainer_import_lightning():
 def test_heavy_packages_are_imported_on_first_use():
     assert imports_heavy(SOURCES) == set()
     assert imports_heavy({"core.a": "from transformers.utils import x"}) == {"core.a"}
+
+
+def test_the_callback_comes_without_what_predicts_plans_and_explains():
+    code = "import sys, lightning_memsave.callbacks.memsave; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rooms = {
+        name.split(".")[1] for name in found.stdout.split() if name.startswith(f"{PACKAGE.name}.")
+    }
+    assert "techniques" in rooms
+    assert not rooms & {"prediction", "planning", "explain", "oom", "report", "targets", "api"}
 
 
 def test_files_are_short_enough_to_read():

@@ -105,14 +105,14 @@ class MemoryGrowth:
 
 
 def _find_kept(trainer: Any, module: nn.Module, batch: object) -> list[AliveTensor]:
-    from lightning_memsave.oom.report import find_alive  # noqa: PLC0415 - it loads much
+    from lightning_memsave.oom.report import find_alive
 
     alive = find_alive(trainer, module, batch)
     return [one for one in alive if one.owner or one.category not in OWNED]
 
 
 def _advice(module: nn.Module, owner: str, in_graphs: bool) -> str:
-    from lightning_memsave.oom.advice import Kept  # noqa: PLC0415 - it loads much
+    from lightning_memsave.oom.advice import Kept
 
     # Without an import of torchmetrics there is no metric.
     metric: Any = getattr(sys.modules.get("torchmetrics"), "Metric", ())

@@ -3,15 +3,17 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
+
+if TYPE_CHECKING:  # loaded by fits that predict
+    from lightning_memsave.prediction.result import MemoryPrediction
 
 MAX_LINES = 3
 _TITLE = "Memory of this fit"
@@ -46,7 +48,7 @@ class MemorySummary(JupyterMixin):
     num_counted_steps: int | None = None
     had_larger_batches: bool = False
     notes: tuple[str, ...] = ()
-    prediction: MemoryPrediction | None = None
+    prediction: "MemoryPrediction | None" = None
     no_prediction: str = ""
 
     @property

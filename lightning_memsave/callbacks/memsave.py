@@ -5,11 +5,10 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
 from lightning_memsave.callbacks.settings.budget import BudgetSetting, read_plan
@@ -26,9 +25,6 @@ from lightning_memsave.callbacks.start_advice import add_start_advice, describe_
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
-from lightning_memsave.oom.report import add_advice, out_of_memory_in
-from lightning_memsave.planning.plan import MemoryPlan
-from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
@@ -53,6 +49,10 @@ from lightning_memsave.trainer.trainer import (
     remove_callback,
     second_use,
 )
+
+if TYPE_CHECKING:  # loaded by fits that predict or plan
+    from lightning_memsave.planning.plan import MemoryPlan
+    from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.trainer.training_loop import has_open_window
 
 
@@ -198,7 +198,7 @@ class MemSaveCallback(CallbackBase):
         return self._settings.rows
 
     @property
-    def prediction(self) -> MemoryPrediction | None:
+    def prediction(self) -> "MemoryPrediction | None":
         """The prediction of the latest fit; ``None`` without one."""
         return self._prediction.prediction
 
@@ -261,6 +261,8 @@ class MemSaveCallback(CallbackBase):
 
     # The first batch decides, and optimizers and precision are not set up yet.
     def _apply_plan(self, trainer: Any, pl_module: Any) -> None:
+        from lightning_memsave.callbacks.run_plan import plan_fit
+
         size = self._micro_batches.size
         self.plan = plan_fit(trainer, pl_module, MemSaveCallback, self.arguments, self.plan)
         chosen = self.plan.plan.settings
@@ -340,6 +342,8 @@ class MemSaveCallback(CallbackBase):
         if self._user not in (None, id(trainer)):
             return  # another Trainer is in a run with it
         self._user = None
+        from lightning_memsave.oom.report import add_advice, out_of_memory_in
+
         error = out_of_memory_in(exception, self._outside)
         if error is not None:
             for callback in trainer.callbacks:

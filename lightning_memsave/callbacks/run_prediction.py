@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -17,16 +17,16 @@ from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Row
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import MemsaveError
-from lightning_memsave.prediction.cuda.gpus import local_gpu
-from lightning_memsave.prediction.predict import predict
-from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries, frees_early
 from lightning_memsave.techniques.waiting_state import waiting_bytes
 from lightning_memsave.trainer.distributed import copies_gradients
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.trainer.trainer import is_strategy
 from lightning_memsave.units import format_bytes
+
+if TYPE_CHECKING:  # loaded by fits that predict
+    from lightning_memsave.prediction.result import MemoryPrediction
+    from lightning_memsave.prediction.training_step import TrainingStep
 
 TIME_LIMIT_S = 20.0
 
@@ -49,7 +49,7 @@ class RunPrediction(Predicted):
         self.prediction, self.note, self.seconds = None, "", 0.0
         self.is_due = self.limit_s is not None
 
-    def use(self, prediction: MemoryPrediction) -> None:
+    def use(self, prediction: "MemoryPrediction") -> None:
         """Take the prediction of a plan, which was made before the fit."""
         self.prediction, self.is_due = prediction, False
 
@@ -67,6 +67,8 @@ class RunPrediction(Predicted):
         self.is_due = False
         if not trainer.is_global_zero:
             return
+        from lightning_memsave.prediction.predict import predict
+
         start_s, start_of_limit_s = time.perf_counter(), processor_time_s()
         self.note = obstacle(trainer, pl_module)
         try:
@@ -137,7 +139,7 @@ def obstacle(trainer: Any, pl_module: Any) -> str:
     return ""
 
 
-def _of_resumed(prediction: MemoryPrediction, num_bytes: int) -> MemoryPrediction:
+def _of_resumed(prediction: "MemoryPrediction", num_bytes: int) -> "MemoryPrediction":
     if not num_bytes:
         return prediction
     line = (
@@ -185,8 +187,11 @@ def step_of(
     batch: Any,
     make_callback: Callable[..., Any],
     settings: Mapping[str, Any],
-) -> TrainingStep:
+) -> "TrainingStep":
     """Describe the steps of a fit as a `TrainingStep`."""
+    from lightning_memsave.prediction.cuda.gpus import local_gpu
+    from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
+
     device = trainer.strategy.root_device
     return TrainingStep(
         pl_module,

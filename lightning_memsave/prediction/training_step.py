@@ -15,13 +15,13 @@ from lightning_memsave.core.patching import unpatch
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.constants import DETERMINISTIC_WORKSPACE
-from lightning_memsave.prediction.cuda.gpus import EMULATED, Gpu
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.fake.tensors import FakeTensors, real_tensors
 from lightning_memsave.prediction.simulate import MAX_STEPS
 from lightning_memsave.prediction.user_code import build_module
 from lightning_memsave.prediction.wrapped_module import installed_package, is_lightning, wrap
 from lightning_memsave.techniques.registry import with_stack
-from lightning_memsave.trainer.precision import full_name
+from lightning_memsave.trainer.precision import EMULATED, full_name
 
 TIME_LIMIT_S = 300.0
 OFF: Mapping[str, Any] = {"stack": "off"}

@@ -24,6 +24,11 @@ PRECISIONS = (
 )
 _SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
+BF16_CAPABILITY = (8, 0)
+"""Lowest compute capability with native bfloat16."""
+EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
+"""Reason shown for GPUs without native bfloat16."""
+
 # Precisions that this package set, so that a second fit may set another one.
 _OUR_PRECISION: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 

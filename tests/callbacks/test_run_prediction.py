@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
-from lightning_memsave.callbacks import run_prediction
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import effective_settings
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Row
+from lightning_memsave.prediction import predict as prediction
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.callbacks.lit import PACKAGES, Vectors, loader, make_lit, make_trainer
@@ -685,7 +685,7 @@ class TestSummary:
             time.sleep(0.5)
             raise ValueError("no")
 
-        monkeypatch.setattr("lightning_memsave.callbacks.run_prediction.predict", slow)
+        monkeypatch.setattr("lightning_memsave.prediction.predict.predict", slow)
         start = time.perf_counter()
         fit(make_lit(), callback := MemSaveCallback(optimizer=None), max_steps=1)
         of_everything = time.perf_counter() - start
@@ -790,7 +790,7 @@ def test_the_next_batches_load_meanwhile(package, monkeypatch):
         data, batch_size, num_workers=1, prefetch_factor=4
     )
     seen = []
-    predict = vars(run_prediction)["predict"]
+    predict = prediction.predict
 
     def predict_when_loaded(step):
         until = time.monotonic() + 60
@@ -799,7 +799,7 @@ def test_the_next_batches_load_meanwhile(package, monkeypatch):
         seen.append(int(data.num_loaded))
         return predict(step)
 
-    monkeypatch.setattr(run_prediction, "predict", predict_when_loaded)
+    monkeypatch.setattr(prediction, "predict", predict_when_loaded)
     callback = MemSaveCallback(predict=False, report=False)
     trainer = make_trainer(package, callback, limit_val_batches=0, limit_train_batches=2)
     trainer.fit(lit)

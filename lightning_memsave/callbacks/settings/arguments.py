@@ -24,7 +24,6 @@ from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, read_flag
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.planning.budget import check_budget
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import (
     BARE,
@@ -159,6 +158,8 @@ def _budget(arguments: Arguments) -> None:
     budget, stack = arguments["budget"], arguments["stack"]
     if budget is None:
         return
+    from lightning_memsave.planning.budget import check_budget
+
     check_budget(budget)
     if stack is not None:
         raise ConfigurationError(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,11 +12,12 @@ from lightning_memsave.callbacks.settings.modules import ActivationCheckpointing
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
-from lightning_memsave.planning.plan import MemoryPlan, Plan
-from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.techniques.registry import current_settings
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.units import MIB, format_bytes
+
+if TYPE_CHECKING:  # loaded by fits that plan
+    from lightning_memsave.planning.plan import MemoryPlan, Plan
 
 _CUT_OFF = (
     "the search for a better plan was cut off; a number of seconds for `predict=` allows more"
@@ -39,7 +40,7 @@ class BudgetSetting(Setting):
         self._is_possible: Callable[[Plan], bool] = lambda plan: True
         self._num_retries: int | None = None
 
-    def use(self, made: MemoryPlan) -> None:
+    def use(self, made: "MemoryPlan") -> None:
         """Remember what was planned, before it is applied."""
         self._made, self._plan, self._ladder = made, made.plan, made.ladder
         other = made.runner_up
@@ -75,7 +76,7 @@ class BudgetSetting(Setting):
         micro_batches = settings.find(MicroBatchSetting)
 
         # What the user has named is the same in all plans.
-        def change(before: Plan, plan: Plan) -> None:
+        def change(before: "Plan", plan: "Plan") -> None:
             which = plan.settings.get(recomputation.name)
             if which != before.settings.get(recomputation.name):
                 recomputation.change(pl_module, which)
@@ -84,7 +85,7 @@ class BudgetSetting(Setting):
             micro_batches.peak_bytes = plan.peak_bytes
 
         # Where a loss cannot be split, batches stay whole.
-        def is_possible(plan: Plan) -> bool:
+        def is_possible(plan: "Plan") -> bool:
             return not (micro_batches.proof.reason and _splits(plan))
 
         def relieve(num_failures: int) -> bool:
@@ -109,7 +110,7 @@ class BudgetSetting(Setting):
         smaller = self._smaller(in_same_parts=in_same_parts)
         return smaller is not None and self._change_to(trainer, smaller, why)
 
-    def _smaller(self, *, in_same_parts: bool = False) -> Plan | None:
+    def _smaller(self, *, in_same_parts: bool = False) -> "Plan | None":
         now = self._plan
         assert now is not None, "called with a plan"
         smaller = [p for p in self._ladder if p.device_bytes < now.device_bytes]
@@ -165,7 +166,7 @@ class BudgetSetting(Setting):
             why = f"the allocator retried {num_retries - before} times"
             self.step_down(trainer, why, in_same_parts=trainer.world_size > 1)
 
-    def _change_to(self, trainer: Any, plan: Plan, why: str) -> bool:
+    def _change_to(self, trainer: Any, plan: "Plan", why: str) -> bool:
         if self._change is None or self._plan is None:
             return False
         self._change(self._plan, plan)
@@ -199,7 +200,7 @@ class BudgetSetting(Setting):
         self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
 
 
-def _state(made: MemoryPlan, plan: Plan, ladder: Sequence[Plan]) -> dict[str, Any]:
+def _state(made: "MemoryPlan", plan: "Plan", ladder: "Sequence[Plan]") -> dict[str, Any]:
     return {
         "budget_bytes": made.budget_bytes,
         "margin_bytes": made.margin_bytes,
@@ -208,8 +209,10 @@ def _state(made: MemoryPlan, plan: Plan, ladder: Sequence[Plan]) -> dict[str, An
     }
 
 
-def read_plan(state: Any) -> MemoryPlan | None:
+def read_plan(state: Any) -> "MemoryPlan | None":
     """Read the plan in a checkpoint; ``None`` if it cannot be read."""
+    from lightning_memsave.planning.plan import MemoryPlan
+
     try:
         sizes, ladder = (state["budget_bytes"], state["margin_bytes"]), state["ladder"]
         plans = tuple(map(_plan_of, ladder))
@@ -218,11 +221,13 @@ def read_plan(state: Any) -> MemoryPlan | None:
         return None
 
 
-def _plan_of(state: Mapping[str, Any]) -> Plan:
+def _plan_of(state: Mapping[str, Any]) -> "Plan":
+    from lightning_memsave.planning.plan import Plan
+
     return Plan(**{**state, "settings": current_settings(state["settings"])})
 
 
-def _fastest(plans: Iterable[Plan]) -> Plan | None:
+def _fastest(plans: "Iterable[Plan]") -> "Plan | None":
     return min(plans, key=lambda plan: plan.time_ratio, default=None)
 
 
@@ -230,12 +235,14 @@ def _as_budget(num_bytes: int) -> str:
     return f'`budget="{math.ceil(num_bytes / MIB)}MiB"`'
 
 
-def _splits(plan: Plan) -> bool:
+def _splits(plan: "Plan") -> bool:
     return isinstance(plan.micro_batch_size, int)
 
 
 def put_up_wall(device: torch.device, budget_bytes: int) -> Callable[[], None]:
     """Let allocations beyond a budget fail, before they take the memory of others."""
+    from lightning_memsave.prediction.cuda.constants import context_bytes
+
     properties = torch.cuda.get_device_properties(device)
     own_bytes = budget_bytes - context_bytes((properties.major, properties.minor))
     # Newer versions of torch tell the limit; the default is none.

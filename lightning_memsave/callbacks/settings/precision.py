@@ -14,8 +14,9 @@ from lightning_memsave.callbacks.settings.values import (
 )
 from lightning_memsave.core.technique import Exactness, Row
 from lightning_memsave.errors import Problem
-from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY, EMULATED
 from lightning_memsave.trainer.precision import (
+    BF16_CAPABILITY,
+    EMULATED,
     full_name,
     overflows_in_float16,
     precision_state,

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.trainer.precision import BF16_CAPABILITY
 from lightning_memsave.units import GIB, MIB, format_bytes, parse_bytes
 
 
@@ -40,11 +41,6 @@ class Gpu:
         """Its name; empty if only a size is given."""
         return "" if self.compute_capability is None else self.name
 
-
-BF16_CAPABILITY = (8, 0)
-"""Lowest compute capability with native bfloat16."""
-EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
-"""What is said of bfloat16 on others."""
 
 # Name, `total_memory` in MiB, compute capability, multiprocessors. `total_memory` comes from the
 # output of `torch.cuda.get_device_properties` in public logs and issues on GitHub (often the first
