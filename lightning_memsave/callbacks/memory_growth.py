@@ -12,8 +12,6 @@ from lightning_memsave.measure.allocator import allocated_bytes
 from lightning_memsave.units import format_bytes
 
 _NUM_BLOCKS, _BLOCK_STEPS = 8, 8
-# The optimizer makes its state in the first step, and libraries their workspaces until the second.
-_NUM_EARLY_STEPS = 2
 # Of what is allocated: growth that adds up to less is no news, unless it is of graphs.
 _MUCH = 0.01
 
@@ -54,16 +52,12 @@ class MemoryGrowth:
     def __init__(self) -> None:
         self.found = ""
         self.is_over = False
-        self._num_early_steps = _NUM_EARLY_STEPS
         self._floor = Floor()
         self._noted: list[AliveTensor] | None = None
         self._compare_at = 0
 
     def look(self, trainer: Any, module: nn.Module, batch: object) -> None:
         """Look after a step, unless it is over: it has been found, or looking has failed."""
-        if self._num_early_steps:
-            self._num_early_steps -= 1
-            return
         self.is_over = True
         num_bytes, floor = allocated_bytes(trainer.strategy.root_device), self._floor
         rises = floor.rises(num_bytes)
