@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_memsave import LowBitOptimizer
+from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.units import GIB, MIB
 
@@ -84,3 +85,21 @@ def test_json_and_notebook():
     }
     assert "activation_checkpointing" in shown._repr_mimebundle_([], [])["text/html"]
     assert repr(FOUND).startswith("<MemoryPlan for 6.00 GiB: MemSaveCallback(")
+
+
+def test_a_checkpoint_gives_its_plan_back():
+    state = RunPlan(SMALL, 9, 0, (SMALL,)).state(SMALL)
+    found = RunPlan.from_state(state)
+    assert found is not None
+    assert found.plan == SMALL
+
+
+def test_plans_of_checkpoints_of_earlier_versions_are_read():
+    state = RunPlan(SMALL, 9, 0, ()).state(SMALL)
+    old = {"optimizer": "8bit", "force_8bit": ("*",), "early_release": True, "attention": None}
+    found = RunPlan.from_state({**state, "plan": {**state["plan"], "settings": old}})
+    assert found is not None
+    assert found.plan.settings == {
+        "optimizer": LowBitOptimizer(force_8bit=("*",)),
+        "attention": None,
+    }
