@@ -145,7 +145,8 @@ def _micro_batches(now: CurrentSettings, entry: Entry) -> list[Candidate]:
 
 def _optimizer(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     (offer,), found = entry.offers, _of_entry(now, entry)
-    given = now.arguments.get(entry.argument) or offer.value
+    given = now.arguments.get(entry.argument)
+    given = offer.value if given in (None, "auto") else given
     technique = given if isinstance(given, LowBitOptimizer) else LowBitOptimizer(given)
     if now.embedding and not technique.force_8bit:
         name, cost = f"{offer.name}, also for the embedding", f"{offer.cost}; less exact rare rows"

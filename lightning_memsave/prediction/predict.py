@@ -48,7 +48,6 @@ from lightning_memsave.prediction.simulate import (
 )
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.techniques.optimizer_kinds import MIN_PAGED_NUMEL, PAGED_STATES
 from lightning_memsave.trainer.nested_fit import quiet
@@ -332,11 +331,11 @@ def simulated_arguments(
     arguments = {**step.arguments, "report": False, "predict": False}
     assumptions = []
     optimizer = arguments["optimizer"]
-    if isinstance(optimizer, str):
-        optimizer = LowBitOptimizer(optimizer)
-    if optimizer is not None and optimizer.optimizer.startswith(_PAGED):
-        name = optimizer.optimizer.removeprefix(_PAGED)
-        arguments["optimizer"] = replace(optimizer, optimizer=name)
+    name = getattr(optimizer, "optimizer", optimizer)
+    if isinstance(name, str) and name.startswith(_PAGED):
+        whole = name.removeprefix(_PAGED)
+        is_name = name is optimizer
+        arguments["optimizer"] = whole if is_name else replace(optimizer, optimizer=whole)
         assumptions.append(
             "CUDA moves paged optimizer state to the host only when memory is short, and that of "
             "small parameters never."

@@ -148,7 +148,8 @@ class TestStacks:
         callback = MemSaveCallback(stack="off", activation_checkpointing="all")
         fit(lit, callback, package=package)
         assert [row.name for row in callback.rows if row.status == "on"] == [
-            "activation_checkpointing"
+            "early_release",
+            "activation_checkpointing",
         ]
 
     @pytest.mark.parametrize("limit", ["bitwise", "rounding"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
+from lightning_memsave.callbacks.settings import budget
 from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.techniques.registry import entries, with_stack
@@ -118,3 +119,18 @@ def test_the_call_is_short_and_does_the_same(on, exactness, call):
         return {n: v for n, v in found.items() if n not in ("stack", "from_stack")}
 
     assert effective(short) == effective(settings)
+
+
+def test_plans_of_checkpoints_are_read():
+    made = MemoryPlan(9, 0, SMALL, None, (), ladder=(SMALL,))
+    state = budget._state(made, SMALL, (SMALL,))
+    found = budget.read_plan(state)
+    assert found is not None
+    assert (found.plan, found.ladder) == (SMALL, (SMALL,))
+    old = {"optimizer": "8bit", "force_8bit": ("*",), "early_release": True, "attention": None}
+    found = budget.read_plan({**state, "plan": {**state["plan"], "settings": old}})
+    assert found is not None
+    assert found.plan.settings == {
+        "optimizer": LowBitOptimizer(force_8bit=("*",)),
+        "attention": None,
+    }
