@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.attention_kernel.technique import (
         AttentionKernel as AttentionKernel,
     )
-    from lightning_memsave.techniques.block_micro_batching.technique import (
-        BlockMicroBatching as BlockMicroBatching,
-    )
     from lightning_memsave.techniques.chunked_cross_entropy.technique import (
         ChunkedCrossEntropy as ChunkedCrossEntropy,
     )
@@ -63,6 +60,9 @@ if TYPE_CHECKING:
     )
     from lightning_memsave.techniques.low_precision_weights.technique import (
         LowPrecisionWeights as LowPrecisionWeights,
+    )
+    from lightning_memsave.techniques.micro_batching.in_blocks import (
+        BlockMicroBatching as BlockMicroBatching,
     )
     from lightning_memsave.techniques.micro_batching.technique import (
         MicroBatching as MicroBatching,
@@ -76,7 +76,7 @@ _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing.technique",
     "ActivationCheckpointingMixin": "modules.mixins",
     "AttentionKernel": "techniques.attention_kernel.technique",
-    "BlockMicroBatching": "techniques.block_micro_batching.technique",
+    "BlockMicroBatching": "techniques.micro_batching.in_blocks",
     "CheckpointedTransformer": "modules",
     "CheckpointedTransformerMixin": "modules.checkpointed_transformer",
     "ChunkedCrossEntropy": "techniques.chunked_cross_entropy.technique",

@@ -403,7 +403,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.activation_checkpointing.recompute": "_version",
         "techniques.chunked_cross_entropy": "_cdata _version",
         "techniques.low_precision_weights": "_cdata _version",
-        "techniques.block_micro_batching.separability": "_version",
+        "techniques.micro_batching.separability": "_version",
         "techniques.micro_batching.training_state": "_cdata _version",
         "techniques.offloading.activations": "_cdata",
         "techniques.offloading.flat_memory": "_cdata _C _storage_Use_Count",
@@ -433,7 +433,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.parameter_names": "_ConvNd",
         "techniques.low_precision_weights.technique": "_forward_pre_hooks",
         "techniques.offloading.host_table": "_parameters",
-        "techniques.block_micro_batching.separability": "_BatchNorm",
+        "techniques.micro_batching.separability": "_BatchNorm",
         "techniques.micro_batching.training_state": "_BatchNorm _parameters "
         "_non_persistent_buffers_set",
         "techniques.offloading.residence": "_parameters",
@@ -446,7 +446,7 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.settings.optimizer_in_backward": "_compiled_call_impl _orig_mod",
         "modules.steps": "_fsdp_flattened",
         "techniques.chunked_cross_entropy.heads": "_compiled_call_impl",
-        "techniques.block_micro_batching.technique": "_compiled_call_impl _orig_mod",
+        "techniques.micro_batching.in_blocks": "_compiled_call_impl _orig_mod",
         "techniques.offloading.technique": "_compiled_call_impl _orig_mod",
     },
     "the mark of schedulers, and the state before the first step": {

@@ -10,13 +10,13 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
-from lightning_memsave.techniques.block_micro_batching.technique import BlockMicroBatching
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import (
     LowBitOptimizer,
     problems_of_name,
 )
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward

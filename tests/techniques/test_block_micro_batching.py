@@ -14,7 +14,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from lightning_memsave.techniques.block_micro_batching.technique import BlockMicroBatching
+from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading

@@ -24,10 +24,6 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
-from lightning_memsave.techniques.block_micro_batching.technique import (
-    BlockMicroBatching,
-    compiled_problem,
-)
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
     materialize_referenced_logits,
 )
@@ -35,6 +31,10 @@ from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     describe_missing_product,
+)
+from lightning_memsave.techniques.micro_batching.in_blocks import (
+    BlockMicroBatching,
+    compiled_problem,
 )
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import Entry

@@ -25,10 +25,7 @@ from lightning_memsave.errors import (
     NoEffectWarning,
     Problem,
 )
-from lightning_memsave.techniques.block_micro_batching.separability import (
-    tensors_in,
-    why_not_separable,
-)
+from lightning_memsave.techniques.micro_batching.separability import tensors_in, why_not_separable
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Run each block on a few samples at a time."""
