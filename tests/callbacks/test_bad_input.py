@@ -119,7 +119,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         for wrong in any_of("", "Bitwise", None, 1, True, ["bitwise"], {})
     ),
     ({"exactness": "bitwise", "micro_batch_size": 2}, r"or `micro_batch_size=None`"),
-    ({"exactness": "bitwise", "eval_micro_batch_size": 2}, r"or `eval_micro_batch_size=None`"),
     (
         {"exactness": "rounding", "low_precision_weights": LowPrecisionWeights()},
         r"or `low_precision_weights=None`",

@@ -408,7 +408,7 @@ class TestMemory:
     def test_is_predicted_to_the_byte(self, settings):
         lit = silent_lit("tied")
         how: dict[str, Any] = {"micro_batch_size": MicroBatching("auto")}
-        callback, plain = only(predict=60, **how), only(offload=None, **how)
+        callback, plain = only(predict=60, **how), only(offload=None, report=True, **how)
         for each in (callback, plain):
             fit(lit, each, **SETTINGS[settings])
         assert callback.prediction is not None
@@ -692,6 +692,7 @@ def test_state_of_tables_is_on_the_host():
         offload=Offloading("parameters+embeddings", min_table_bytes=2**12),
         chunked_cross_entropy=ChunkedCrossEntropy(heads="model.head"),
         micro_batch_size=2,
+        report=True,
     )
     lit = make_lit(model="tied")
 
@@ -851,7 +852,7 @@ def test_tables_alone_turn_off_nothing():
 def test_tables_with_an_8bit_optimizer_have_the_same_bits(force_8bit):
     found = []
     for offload in (None, Offloading("embeddings", min_table_bytes=4)):
-        callback = only(offload=offload, optimizer="8bit", force_8bit=force_8bit)
+        callback = only(offload=offload, optimizer=LowBitOptimizer(force_8bit=force_8bit))
         found.append(fit(make_lit(model="classifier"), callback, max_epochs=2))
         assert rows_of(callback)["optimizer"].status == "on"
     assert_same(*found)
@@ -869,7 +870,7 @@ BESIDE_TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "in backward, accumulated": ({"optimizer_in_backward": True}, {"accumulate_grad_batches": 2}),
     "8-bit in backward": (
-        {"optimizer": "8bit", "force_8bit": ("*",), "optimizer_in_backward": True},
+        {"optimizer": LowBitOptimizer(force_8bit=("*",)), "optimizer_in_backward": True},
         {},
     ),
     "8-bit and kahan": (

@@ -10,9 +10,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_memsave import (
     ActivationCheckpointing,
-    GPUMemoryMonitor,
     LowBitOptimizer,
     MemSaveCallback,
+    MicroBatching,
 )
 from lightning_memsave.cli import lightning_pytorch, pytorch_lightning
 from lightning_memsave.core.nested import split_samples
@@ -64,8 +64,7 @@ def from_flags(cli: str, *flags: str) -> MemSaveCallback:
 FLAGS: list[tuple[str, Any]] = [
     ("activation_checkpointing=2", 2),
     ("activation_checkpointing=1", 1),
-    ("activation_checkpointing=0.5", 0.5),
-    ("activation_checkpointing=1.0", 1.0),
+    ("activation_checkpointing=50%", "50%"),
     ("activation_checkpointing=all", "all"),
     ("activation_checkpointing=auto", "auto"),
     ("activation_checkpointing=every:2", "every:2"),
@@ -80,10 +79,6 @@ FLAGS: list[tuple[str, Any]] = [
     ("micro_batch_size=4", 4),
     ("micro_batch_size=auto", "auto"),
     ("micro_batch_size=null", None),
-    ("eval_micro_batch_size=2", 2),
-    ("loss_weight=tokens_shifted", "tokens_shifted"),
-    ("split_batch=null", None),
-    ("split_batch=lightning_memsave.core.nested.split_samples", split_samples),
     ("accumulate_grad_batches=4", 4),
     ("accumulate_grad_batches=null", None),
     ("chunked_cross_entropy=true", True),
@@ -100,8 +95,6 @@ FLAGS: list[tuple[str, Any]] = [
     ("host_budget=null", None),
     ("attention=sdpa", "sdpa"),
     ("attention=null", None),
-    ("early_release=false", False),
-    ("early_release=auto", "auto"),
     ("stack=single_gpu", "single_gpu"),
     ("stack=null", None),
     ("budget=12GiB", "12GiB"),
@@ -112,14 +105,7 @@ FLAGS: list[tuple[str, Any]] = [
     (r"blocks=re:layers\.\d+", r"re:layers\.\d+"),
     (r'blocks=["re:layer[.]x", Block]', ["re:layer[.]x", "Block"]),
     ("blocks=null", None),
-    ('keep_32bit=["*.head.*", "*gate*"]', ["*.head.*", "*gate*"]),
-    ("keep_32bit+=*.head.*", ["*.head.*"]),
-    ('force_8bit=["*.embed.*"]', ["*.embed.*"]),
-    ("tf32=true", True),
-    ("tf32=false", False),
-    ("tf32=null", None),
     ("exactness=bitwise", "bitwise"),
-    ("monitor=false", False),
     ("predict=5.5", 5.5),
     ("report=false", False),
 ]
@@ -136,20 +122,9 @@ def test_flags(cli, flag, value):
     assert (got, type(got)) == (value, type(value))
 
 
-@every_cli
-def test_flags_together(cli):
-    given = ("optimizer=lion_8bit", "report=false", "keep_32bit+=*.head.*")
-    callback = from_flags(cli, *given, 'optimizer_kwargs={"betas": [0.9, 0.95]}')
-    assert callback.arguments["optimizer_kwargs"] == {"betas": [0.9, 0.95]}
-    assert callback.arguments["keep_32bit"] == ["*.head.*"]
-    callback = from_flags(cli, *given, "optimizer_kwargs.weight_decay=0.1")
-    assert callback.arguments["optimizer_kwargs"] == {"weight_decay": 0.1}
-    assert callback.arguments["report"] is False
-
-
 def test_every_argument_has_a_flag_here():
     tested = {flag.partition("=")[0].rstrip("+") for flag, _ in FLAGS}
-    assert tested | {"optimizer_kwargs"} == MemSaveCallback().arguments.keys()
+    assert tested == MemSaveCallback().arguments.keys()
 
 
 @every_cli
@@ -160,14 +135,21 @@ def test_flags_of_technique_objects(cli):
         "activation_checkpointing.which=every:2",
         "optimizer=lightning_memsave.LowBitOptimizer",
         "optimizer.min_8bit_size=64",
-        "monitor=lightning_memsave.GPUMemoryMonitor",
-        "monitor.every_n_steps=7",
+        'optimizer.keep_32bit=["*.head.*"]',
+        'optimizer.optimizer_kwargs={"betas": [0.9, 0.95]}',
+        "optimizer.optimizer=adamw_8bit",
+        "micro_batch_size=lightning_memsave.MicroBatching",
+        "micro_batch_size.micro_batch_size=2",
+        "micro_batch_size.loss_weight=tokens_shifted",
+        "micro_batch_size.split_batch=lightning_memsave.core.nested.split_samples",
     )
     checkpointing = ActivationCheckpointing("every:2")
     assert callback.arguments["activation_checkpointing"] == checkpointing
-    assert callback.arguments["optimizer"] == LowBitOptimizer(min_8bit_size=64)
-    assert isinstance(callback.monitor, GPUMemoryMonitor)
-    assert callback.monitor.every_n_steps == 7
+    assert callback.arguments["optimizer"] == LowBitOptimizer(
+        "adamw_8bit", {"betas": [0.9, 0.95]}, min_8bit_size=64, keep_32bit=("*.head.*",)
+    )
+    parts = MicroBatching(2, loss_weight="tokens_shifted", split_batch=split_samples)
+    assert callback.arguments["micro_batch_size"] == parts
 
 
 CONFIGS = {
@@ -177,15 +159,10 @@ CONFIGS = {
         precision: 32
         accumulate_grad_batches: 4
         blocks: ["re:layers[.]x", Block]
-        optimizer_kwargs: {betas: [0.9, 0.95]}
-        keep_32bit: ["*.head.*"]
-        force_8bit: []
-        tf32: false
-        monitor: false
         report: false
 """,
     "other values": r"""
-        activation_checkpointing: 0.5
+        activation_checkpointing: 50%
         precision: bf16-mixed
         blocks: re:layers[.]\d+
         exactness: approximate
@@ -201,10 +178,13 @@ CONFIGS = {
           init_args: {which: 'every:2'}
         optimizer:
           class_path: lightning_memsave.LowBitOptimizer
-          init_args: {optimizer: paged_8bit, keep_32bit: ['*.head.*']}
-        monitor:
-          class_path: lightning_memsave.GPUMemoryMonitor
-          init_args: {every_n_steps: 7}
+          init_args:
+            optimizer: paged_adamw_8bit
+            keep_32bit: ['*.head.*']
+            optimizer_kwargs: {betas: [0.9, 0.95]}
+        micro_batch_size:
+          class_path: lightning_memsave.MicroBatching
+          init_args: {micro_batch_size: 2, loss_weight: samples}
 """,
 }
 
@@ -234,20 +214,11 @@ def test_yaml(cli):
         "low_precision_weights": "auto",
         "offload": "auto",
         "attention": "auto",
-        "early_release": "auto",
         "stack": None,
         "budget": None,
         "blocks": ["re:layers[.]x", "Block"],
-        "optimizer_kwargs": {"betas": [0.9, 0.95]},
-        "keep_32bit": ["*.head.*"],
-        "force_8bit": [],
         "host_budget": None,
-        "loss_weight": "auto",
-        "split_batch": None,
-        "eval_micro_batch_size": "auto",
-        "tf32": False,
         "exactness": "approximate",
-        "monitor": False,
         "predict": True,
         "report": False,
     }

@@ -365,7 +365,7 @@ def test_overrides_of_bitsandbytes_are_refused(is_first_step_done):
             net(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        with pytest.raises(IncompatibleError, match=r"`keep_32bit=\.\.\.`, or set"):
+        with pytest.raises(IncompatibleError, match=r"keep_32bit=\.\.\.\)`, or set"):
             apply(optimizer)
         ours = LowBitOptimizer().apply(torch.optim.AdamW(net.parameters())).target
         assert OptimizerInBackward().check(ours) == []  # they are not for it

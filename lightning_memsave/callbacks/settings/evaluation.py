@@ -19,7 +19,12 @@ from lightning_memsave.callbacks.settings.values import Arguments
 from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
 from lightning_memsave.core.technique import Row
 from lightning_memsave.core.trainer_facts import SHARDED
-from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemoryExhaustedError,
+    Problem,
+)
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
@@ -247,8 +252,8 @@ class EvaluationSetting(Setting):
                 save_state=lambda: known.save("leave", is_watched),
                 forget=forget,
             )
-        except _StaysWholeError:
-            self._show(runner)
+        except (_StaysWholeError, ConfigurationError) as error:
+            self._leave_whole(which, error, is_possible=not passed)
             forget()
             pass_part(batch, 1.0, None, True)
         runner.record(known.learn)
@@ -260,6 +265,14 @@ class EvaluationSetting(Setting):
             self._show(runner)
         outputs, sizes, weights = zip(*passed, strict=True)
         return outputs[0] if len(outputs) == 1 else _merged(outputs, sizes, weights)
+
+    def _leave_whole(self, which: tuple[Any, ...], error: Exception, *, is_possible: bool) -> None:
+        assert self._runner is not None, "batches run between `apply` and `undo`"
+        if isinstance(error, ConfigurationError):  # `loss_weight` is made for other batches
+            if self._runner.is_auto or self.is_asked or not is_possible:
+                raise error
+            self._whole[which] = str(error).partition(". ")[0]
+        self._show(self._runner)
 
     def _prove(
         self,
