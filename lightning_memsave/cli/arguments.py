@@ -229,9 +229,10 @@ def predict_on(
     settings: Mapping[str, Any] | None = None,
 ) -> tuple["MemoryPrediction", tuple["GpuFit", ...]]:
     """Predict the step of the model called ``name`` for each GPU."""
+    from lightning_memsave.api import with_instances
     from lightning_memsave.prediction.predict import predict
 
-    step = _with_settings(step, settings or {})
+    step = _with_settings(step, with_instances(settings or {}))
     found: dict[object, MemoryPrediction] = {}
     fits = []
     for gpu in gpus or (None,):

@@ -514,7 +514,8 @@ def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, p
         off: dict[str, Any] = {"optimizer": None, "optimizer_in_backward": None}
         given = ActivationCheckpointing("all")
         parts = MicroBatching("auto", split_batch=in_parts)
-        return MemSaveCallback(given, micro_batch_size=parts, budget=budget, **off, **arguments)
+        sizes: dict[str, Any] = {"micro_batch_size": parts}
+        return MemSaveCallback(given, budget=budget, **(off | sizes | arguments))
 
     budget = plain[2] * 2 // 5  # not without micro-batches
     callback = make()
@@ -528,6 +529,6 @@ def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, p
     assert not resumed.plan.frontier
     assert rows_of(resumed)["activation_checkpointing"].value == "'all'"
     budget = plain[2]
-    more_exact = make(exactness="bitwise")
+    more_exact = make(exactness="bitwise", micro_batch_size="auto")
     make_trainer(pl, more_exact, max_epochs=2).fit(encoder(), ckpt_path=tmp_path / "last.ckpt")
     assert more_exact.plan.frontier

@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memsave import LowBitOptimizer
 from lightning_memsave.callbacks.memory_summary import MemorySummary
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
@@ -353,12 +352,6 @@ class TestArgumentsThatYield:
         lit = lit_with(configure_optimizers=lambda self: make_optimizer(trained(self)))
         lit.model = model()
         fit(lit, callback := MemSaveCallback(stack="single_gpu", **beside))
-        assert callback.prediction is not None, callback._prediction.note
-
-    def test_patterns_beside_an_optimizer_without_8_bits(self):
-        lit = lit_with(configure_optimizers=lambda self: torch.optim.RAdam(self.parameters()))
-        patterns = LowBitOptimizer(force_8bit=("*",), keep_32bit=("nothing*",))
-        fit(lit, callback := MemSaveCallback(optimizer=patterns))
         assert callback.prediction is not None, callback._prediction.note
 
 

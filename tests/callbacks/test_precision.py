@@ -53,6 +53,10 @@ def test_trains_as_a_trainer_that_was_given_it(package, precision):
     assert_same(ours, theirs)
 
 
+def precision_row(callback: MemSaveCallback) -> Any:
+    return next(row for row in callback.rows if row.name == "precision")
+
+
 class _no_default_dtype_change:  # noqa: N801 - reads as a statement
     def __enter__(self):
         self.before = torch.get_default_dtype()
@@ -65,22 +69,22 @@ def test_the_table_says_what_lightning_made_of_it():
     callback = only_precision("16-mixed")
     with pytest.warns(UserWarning, match="not supported on CPU"):
         fit(make_lit(), callback)
-    assert callback.rows[0].value == "bf16-mixed"
-    assert "Lightning replaced 16-mixed on this device" in callback.rows[0].details
+    assert precision_row(callback).value == "bf16-mixed"
+    assert "Lightning replaced 16-mixed on this device" in precision_row(callback).details
 
 
 def test_auto_leaves_what_the_trainer_was_given(package):
     callback = only_precision("auto")
     _, _, trainer = fit(make_lit(package), callback, package=package, precision="bf16-true")
     assert trainer.precision == "bf16-true"
-    assert callback.rows[0].details == ("kept: the Trainer was given it",)
+    assert precision_row(callback).details == ("kept: the Trainer was given it",)
 
 
 def test_auto_leaves_a_plugin(package):
     plugin = package.plugins.MixedPrecision("bf16-mixed", "cpu")
     callback = only_precision("auto")
     fit(make_lit(package), callback, package=package, plugins=[plugin])
-    assert "the plugin `MixedPrecision` decides it" in callback.rows[0].details[0]
+    assert "the plugin `MixedPrecision` decides it" in precision_row(callback).details[0]
 
 
 def test_a_refused_fit_and_an_evaluation_leave_the_precision(package):

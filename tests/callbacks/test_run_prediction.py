@@ -451,7 +451,9 @@ class TestNoTrace:
         assert len(line) == 1
         predicted[2].remove(line[0])
         assert predicted[2] == plain[2]
-        assert predicted[0] == plain[0]
+        before, _, after = predicted[0].partition("Memory of this fit")  # of which times differ
+        assert before == plain[0].partition("Memory of this fit")[0]
+        assert "predicted" in after
         assert predicted[0].count("printed") == predicted[1].count("complained") == 3
         assert predicted[3].count("warned") == plain[3].count("warned") == 3
 
@@ -528,7 +530,7 @@ def test_is_asked_for_with_the_first_batch_only(monkeypatch):
         return original(self)
 
     monkeypatch.setattr(MemSaveCallback, "effective_arguments", counted)
-    callback = MemSaveCallback(predict=False, report=False)
+    callback = MemSaveCallback(report=False)
     fit(make_lit(), callback)
     assert asked == [callback]
 
@@ -666,19 +668,13 @@ class TestSummary:
 
     def test_a_monitor_forgets_the_prediction_of_the_fit_before(self, capsys):
         monitor = GPUMemoryMonitor()
-        fit(make_lit(), callback := MemSaveCallback(optimizer=None), monitor)
+        callback = MemSaveCallback(optimizer=None)
+        make_trainer(lightning.pytorch, callback, monitor, max_steps=3).fit(make_lit())
         assert monitor.summary.prediction is callback.prediction is not None
         capsys.readouterr()
         fit(make_lit(), monitor)
         assert monitor.summary.prediction is None
         assert "predicted" not in capsys.readouterr().out
-
-    def test_without_a_monitor_the_report_has_the_prediction(self):
-        fit(make_lit(), MemSaveCallback(optimizer=None))
-        measured, predicted = measured_and_predicted()
-        assert measured is None
-        assert predicted["peak_bytes"] > 0
-        assert predicted["error"] is None
 
     def test_time_does_not_count_the_prediction(self, monkeypatch):
         def slow(question: Any) -> Any:
@@ -765,7 +761,6 @@ def test_what_gave_way_in_this_run_is_off_in_the_prediction():
     assert effective_settings(arguments, [], 4)["micro_batch_size"] is None
     belonging = arguments | {"blocks": "Block", "host_budget": "1GiB"}
     assert effective_settings(belonging, rows, None)["blocks"] is None
-    assert effective_settings(belonging, rows, None)["blocks"] == "Block"
     assert effective_settings(belonging, [], None)["host_budget"] is None
 
 
@@ -800,7 +795,7 @@ def test_the_next_batches_load_meanwhile(package, monkeypatch):
         return predict(step)
 
     monkeypatch.setattr(prediction, "predict", predict_when_loaded)
-    callback = MemSaveCallback(predict=False, report=False)
+    callback = MemSaveCallback(report=False)
     trainer = make_trainer(package, callback, limit_val_batches=0, limit_train_batches=2)
     trainer.fit(lit)
     assert callback.prediction is not None

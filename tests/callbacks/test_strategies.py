@@ -399,7 +399,7 @@ def run_evaluation() -> Notes:
     notes: Notes = {}
     for way, callbacks in (
         ("plain", []),
-        ("fixed", [only(MicroBatching(2, evaluation=True))]),
+        ("fixed", [only(MicroBatching(4, evaluation=True))]),  # batches of training stay whole
         ("auto", [only(MicroBatching("auto", evaluation=True))]),
     ):
         lit = make(BatchNormModel, validation_step=validation_step, val_dataloader=loader)

@@ -349,9 +349,9 @@ def test_predict_memory(arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        *(({"model": wrong}, ITSELF) for wrong in (None, {"a": ROWS}, [make()])),
+        *(({"model": wrong}, FUNCTION) for wrong in (None, {"a": ROWS}, [make()])),
         ({"model": fail}, ITSELF),
-        ({"model": give_3}, ITSELF),
+        ({"model": give_3}, "Return the module only"),
         *(({"model": wrong}, FORMS) for wrong in ("nowhere", ".")),
         ({"model": Path("confg.yaml")}, "Did you mean `config.yaml`?"),
         ({"batch": "8x4"}, '"x=float32[8,10],y=int64[8]"'),

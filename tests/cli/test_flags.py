@@ -146,7 +146,10 @@ def test_flags_of_technique_objects(cli):
     checkpointing = ActivationCheckpointing("every:2")
     assert callback.arguments["activation_checkpointing"] == checkpointing
     assert callback.arguments["optimizer"] == LowBitOptimizer(
-        "adamw_8bit", {"betas": [0.9, 0.95]}, min_8bit_size=64, keep_32bit=("*.head.*",)
+        "adamw_8bit",
+        optimizer_kwargs={"betas": [0.9, 0.95]},
+        min_8bit_size=64,
+        keep_32bit=("*.head.*",),
     )
     parts = MicroBatching(2, loss_weight="tokens_shifted", split_batch=split_samples)
     assert callback.arguments["micro_batch_size"] == parts

@@ -136,14 +136,13 @@ class TestOneBudget:
             "class_path": "lightning_memsave.LowBitOptimizer",
             "init_args": {"force_8bit": ["*wte*"]},
         }
-        given = (f"optimizer={json.dumps(config)}", "predict=7")
+        given = (f"optimizer={json.dumps(config)}",)
         options = [f"--set={text}" for text in (*given, *(f"{name}=null" for name in FIXED))]
         wide = ("gpt2", "--arg", "n_embd=64", "--batch", "4096x32")
         found = json_of(capsys, "plan", *wide, "--budget", "2560MiB", *options)
         assert found["gpus"] == []
         callbacks = callbacks_of(yaml.safe_load(found["yaml"]), project / "cli.yaml", monkeypatch)
         for arguments in (callback.arguments for callback in callbacks):
-            assert arguments["predict"] == 7
             assert arguments["precision"] is None
             assert arguments["optimizer"] == LowBitOptimizer(force_8bit=("*wte*",))
 
