@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks._common import markdown_table, run_in_process
 from benchmarks._training import LanguageModel, fit
 from benchmarks.faults._fits import digest
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
 from lightning_memsave.api import make_what_if
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning import search
@@ -174,16 +174,15 @@ def train(model: Small, **settings: Any) -> dict[str, Any]:
     """Train some steps and say what was counted; ``refused`` if no plan fits."""
     torch.manual_seed(0)
     module, losses = model.build(), _Losses()
-    callback = MemSaveCallback(report=False, **settings)
+    callback, monitor = MemSaveCallback(report=False, **settings), GPUMemoryMonitor()
     batches = [model.batch(seed) for seed in range(NUM_STEPS)]
     try:
-        fit(module, batches, [callback, losses])
+        fit(module, batches, [callback, monitor, losses])
     except InfeasiblePlanError as error:
         return {"refused": str(error), "least_bytes": error.smallest.device_bytes}
-    assert callback.monitor is not None, "it is on by default"
-    assert callback.monitor.summary is not None, "the fit is over"
+    assert monitor.summary is not None, "the fit is over"
     found = {
-        "counted_bytes": callback.monitor.summary.peak_bytes,
+        "counted_bytes": monitor.summary.peak_bytes,
         "losses": losses.found,
         "digest": digest(module),
     }

@@ -172,7 +172,7 @@ def test_checkpoints_are_explained_without_code(tmp_path):
 @pytest.mark.slow
 def test_all_of_it_is_shown_and_given_as_json():
     # A long line to type.
-    settings = {"exactness": "approximate", **dict.fromkeys(("predict", "report"), False)}
+    settings = {"accumulate_grad_batches": 2, **dict.fromkeys(("predict", "report"), False)}
     factors = ["attention kernel"]
     found = explain_memory(bert, ids(), settings=settings, gpu="GTX-1660-Ti", factors=factors)
     text = str(found)
