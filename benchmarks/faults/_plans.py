@@ -25,7 +25,7 @@ from benchmarks.faults._attack import in_process
 from benchmarks.faults._fits import Faults, digest
 from benchmarks.plan._budgets import MODELS, train
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks import memsave
+from lightning_memsave.callbacks import run_plan
 from lightning_memsave.callbacks.settings.budget import read_plan
 from lightning_memsave.techniques.micro_batching.loss_proof import prove
 
@@ -184,7 +184,7 @@ def _known_plan(state: dict[str, Any] | None) -> Iterator[None]:
     made = None if state is None else read_plan(state)
     known: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if made is not None:
-        known = mock.patch.object(memsave, "plan_fit", return_value=made)
+        known = mock.patch.object(run_plan, "plan_fit", return_value=made)
     with known:
         yield
 

@@ -145,9 +145,15 @@ def _step_others(optimizer: Optimizer, done: list[nn.Parameter]) -> None:
     held = [(param, param.grad) for param in done]
     for param in done:
         param.grad = None
+    own = vars(optimizer)
+    found_inf = own.get("found_inf")
+    if isinstance(found_inf, torch.Tensor):  # a sum over devices, while kernels look for 1
+        own["found_inf"] = found_inf.clamp(max=1.0)
     try:
         step_without_hooks(optimizer)
     finally:
+        if found_inf is not None:
+            own["found_inf"] = found_inf
         for param, grad in held:
             param.grad = grad
 
