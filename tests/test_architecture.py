@@ -372,7 +372,8 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.deferred": "_pytree",
         "techniques.activation_checkpointing": "_pytree _C _are_functorch_transforms_active "
         "_autograd _top_saved_tensors_default_hooks _python_dispatch _disable_current_modes",
-        "techniques.offloading.hooks_of_users": "_python_dispatch _pytree _schema",
+        "techniques.offloading.hooks_of_users": "_python_dispatch _pytree _schema "
+        "_get_current_dispatch_mode_stack _pop_mode _push_mode",
         "techniques.offloading.module_hooks": "_C _are_functorch_transforms_active _functorch",
         "techniques.offloading.activations": "_C _are_functorch_transforms_active _autograd "
         "_top_saved_tensors_default_hooks _current_graph_task_id _execution_engine _base",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.faults._modules import HALF, MAX_LOSS, SETTINGS, run
@@ -295,3 +296,39 @@ def test_weights_of_a_loss_that_wait_on_the_host_are_refused():
     assert found["has_advice"]
     optimizer = run("Penalty", SETTINGS["offload optimizer"][0], "plain", drops=True)
     assert optimizer["error"] is None
+
+
+class _CountsBatches(Callback):
+    """Enters a mode in one hook, and leaves it in another."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.mode = _Counting()
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.mode.__exit__(None, None, None)
+        self.numbers.append(self.mode.number)
+
+
+class _Counting(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.real_gpu_too
+def test_a_mode_may_be_entered_in_one_hook_and_left_in_another():
+    numbers = []
+    for settings in ({}, {"offload": "optimizer"}):
+        counts = _CountsBatches()
+        callbacks = [MemSaveCallback(**QUIET | settings), counts]
+        fit(make_lit(model=build("dropout")), *callbacks, accelerator="gpu", limit_val_batches=0)
+        assert len(_get_current_dispatch_mode_stack()) == 0
+        numbers.append(counts.numbers)
+    assert all(number > 100 for number in numbers[0])
+    assert all(b > 0.5 * a for a, b in zip(*numbers, strict=True))

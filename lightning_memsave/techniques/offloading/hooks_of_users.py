@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memsave.core.memory import category_in_context, is_host
@@ -64,8 +69,23 @@ def _call(owner: Any, hook: str, args: Any) -> Any:
     residence, method = residence_of(module), previous_method(owner, hook)
     if residence is None:
         return method(*args)
-    with OnDevice(residence.device):
+    mode = OnDevice(residence.device)
+    mode.__enter__()
+    try:
         return method(*args)
+    finally:
+        _leave(mode)
+
+
+# A hook may enter a mode that another hook leaves, as those that count do.
+def _leave(mode: OnDevice) -> None:
+    above: list[Any] = []
+    if mode in _get_current_dispatch_mode_stack():
+        while _get_current_dispatch_mode_stack()[-1] is not mode:
+            above.append(_pop_mode())
+    mode.__exit__(None, None, None)
+    for each in reversed(above):
+        _push_mode(each)
 
 
 # `patch_method` needs functions of their names.
