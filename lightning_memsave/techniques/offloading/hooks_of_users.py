@@ -70,7 +70,7 @@ def _call(owner: Any, hook: str, args: Any) -> Any:
     if residence is None:
         return method(*args)
     mode = OnDevice(residence.device)
-    mode.__enter__()
+    mode.__enter__()  # type: ignore[no-untyped-call]
     try:
         return method(*args)
     finally:
@@ -83,7 +83,7 @@ def _leave(mode: OnDevice) -> None:
     if mode in _get_current_dispatch_mode_stack():
         while _get_current_dispatch_mode_stack()[-1] is not mode:
             above.append(_pop_mode())
-    mode.__exit__(None, None, None)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     for each in reversed(above):
         _push_mode(each)
 
