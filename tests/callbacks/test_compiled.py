@@ -189,6 +189,7 @@ TOLERANCE = {
     "attention": 1e-5,
     "chunked_cross_entropy": 1e-5,
     "micro_batch_size": 1e-5,
+    "evaluation": 1e-5,  # by the same argument
     "optimizer": 2e-2,
     "low_precision_weights": 2e-2,
     "precision": 2e-2,

@@ -202,7 +202,7 @@ class TestPrecision:
         ("optimizer=adamx_8bit", 'there is no such 8-bit optimizer. Did you mean "adam'),
         ("accumulate_grad_batches=0", "Use `accumulate_grad_batches=4` for a step every four"),
         ("exactness=exact", "Expected a typing.Literal['bitwise', 'rounding', 'approximate']"),
-        ("nonsense=1", "`nonsense` is not an argument of `MemSaveCallback`. Use `enabled`, `activ"),
+        ("nonsense=1", "`nonsense` is not an argument of `MemSaveCallback`. Use `enabled`, `"),
         ("keep_32bit=[a]", "Write it as `optimizer=LowBitOptimizer("),
         ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
     ],
