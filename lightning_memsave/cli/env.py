@@ -9,6 +9,7 @@ import platform
 import warnings
 from typing import Any
 
+from lightning_memsave.core.versions import PACKAGES
 from lightning_memsave.units import format_bytes
 
 SUMMARY = "Show versions, GPUs, and whether each technique can be used."
@@ -16,13 +17,7 @@ EXAMPLES = """\
 memsave env
 memsave env --json > env.json"""
 
-_PACKAGES = (
-    "lightning-memsave",
-    "torch",
-    "lightning",
-    "pytorch-lightning",
-    "transformers",
-    "bitsandbytes",
+_MORE_PACKAGES = (
     "torchmetrics",
     "jsonargparse",
     "nvidia-ml-py",
@@ -49,7 +44,7 @@ def read_environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: _version(name) for name in (*PACKAGES, *_MORE_PACKAGES)},
         "cuda": torch.version.cuda,
         "driver": driver,
         "nvml": reason,

@@ -4,7 +4,7 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable
 
-_PACKAGES = (
+PACKAGES = (
     "lightning-memsave",
     "torch",
     "lightning",
@@ -16,7 +16,7 @@ _PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Read the versions of what a run depends on."""
-    return {"python": platform.python_version(), **installed_versions(_PACKAGES)}
+    return {"python": platform.python_version(), **installed_versions(PACKAGES)}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

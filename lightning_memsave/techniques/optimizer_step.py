@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -42,15 +43,15 @@ _KNOWN = ELEMENTWISE | {
 }
 
 
-class StepOwner:
+class StepOwner(ABC):
     """Updates some parameters of an optimizer in the place of its own step."""
 
     order: ClassVar[int]
     """Its place among the owners of an optimizer: the host before rounding."""
 
+    @abstractmethod
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
         """Update its parameters with a gradient but for those with these ids; return the ids."""
-        raise NotImplementedError
 
     def update_some(self, optimizer: Optimizer, params: list[nn.Parameter]) -> list[nn.Parameter]:
         """Update what it owns of these parameters, as in backward; return the others."""
@@ -60,10 +61,10 @@ class StepOwner:
         """Run a step that calls the closure several times, as that of LBFGS."""
         return step_without_hooks(optimizer, closure)
 
-    def allocate(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+    def allocate(self, optimizer: Optimizer, param: nn.Parameter) -> None:  # noqa: B027 - optional
         """Add to the newly allocated state of a parameter."""
 
-    def before_zeros(self, optimizer: Optimizer) -> None:
+    def before_zeros(self, optimizer: Optimizer) -> None:  # noqa: B027 - optional
         """Get ready for zeros that are written into gradients."""
 
 

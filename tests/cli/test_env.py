@@ -53,7 +53,7 @@ def test_a_package_that_breaks_on_import_does_not_break_the_command(monkeypatch)
 
 def test_packages_that_are_not_installed(monkeypatch, capsys):
     monkeypatch.setattr(
-        env, "_PACKAGES", ("torch", "nvidia-ml-py", "nvidia-ml-py3", "no-such-package")
+        env, "PACKAGES", ("torch", "nvidia-ml-py", "nvidia-ml-py3", "no-such-package")
     )
     main(["env"])
     assert "no-such-package  not installed" in capsys.readouterr().out
