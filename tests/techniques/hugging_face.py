@@ -249,6 +249,8 @@ OWN: dict[str, dict[str, Any]] = {
     **_each("neucodec xcodec2", encoder_hidden_size=8, quantization_dim=64),
     **_each("gemma3n_text gemma4_unified_text", num_kv_shared_layers=0),
     "align": {"projection_dim": 80},
+    "apertus1p5": {"image_token_offset": 64, "audio_token_offset": 128},
+    "apertus1p5_text": {"vocab_size": 192},
     "audio-spectrogram-transformer": {"max_length": 64},
     "autoformer": {"prediction_length": 4, "label_length": 2},
     "bamba": {**HYBRID, "attn_layer_indices": [1]},
@@ -275,6 +277,7 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
     "depth_pro": {"intermediate_hook_ids": [2, 1]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "efficientloftr": {"num_attention_heads": 8, "num_key_value_heads": 8},
     "emu3": {"vocabulary_map": {"<image>": 60, "<|extra_200|>": 61}},
@@ -432,6 +435,9 @@ REASONS = {
     "has no `forward`": """
         bark glm_image_vqmodel
     """,
+    "fails by itself in transformers 5.24: reads `image_outputs`, which its language model lacks": """
+        llama4
+    """,
     "has settings of its own for some layers, with over 8 M parameters": """
         dots3_note dots3_note_text
     """,
@@ -470,6 +476,9 @@ REASONS = {
     """,
     "needs torchaudio": """
         higgs_audio_v2_tokenizer
+    """,
+    "returns codes only, which have no gradient": """
+        wavtokenizer_encoder
     """,
     "seeds torch anew in each layer: trains differently each time by itself": """
         reformer

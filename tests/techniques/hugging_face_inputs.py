@@ -39,11 +39,15 @@ CHANNELS = {
     "encodec",
     "mimi",
     "mimi_encoder",
+    "omniasr_audio",
+    "omniasr_ctc",
     "pe_audio",
     "pe_audio_encoder",
     "pocket_tts_audio_tokenizer",
     "pocket_tts_audio_tokenizer_encoder",
     "vibevoice_acoustic_tokenizer",
+    "wavtokenizer",
+    "wavtokenizer_encoder",
     "xcodec",
 }
 VIDEOS = {"timesformer", "videomae", "vivit", "xclip"}
