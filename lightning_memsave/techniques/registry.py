@@ -102,6 +102,7 @@ state, and updates are made in float32."""
 _SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
     {"low_precision_weights": "split"},
     {"optimizer_in_backward": True},
+    {"optimizer": "8bit"},
     {"optimizer": ALL_8BIT},
 )
 """What makes that smaller, one after the other, from fast to small."""

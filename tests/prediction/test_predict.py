@@ -21,7 +21,7 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEf
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
 from lightning_memsave.prediction.training_step import TrainingStep
-from lightning_memsave.units import format_bytes
+from lightning_memsave.units import KIB, format_bytes
 from tests.helpers import ResidentGrowth, set_clock
 from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
 from tests.prediction.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
@@ -104,15 +104,16 @@ _IN_A_LOOP: dict[str, dict[str, Any]] = {
     "bf16_true": {"precision": "bf16-true"},
 }
 # The allocator is asked for what kernels need for themselves too, which is not predicted: of most
-# steps a hundredth, more where bfloat16 is converted inside of kernels. oneDNN reorders what
-# convolutions and recurrent layers are given: a fifth of these small models. Where it has no
-# kernels in bfloat16, those of ATen need any multiple of the tensors.
+# steps a hundredth, and a buffer for a product in bfloat16, whose size does not grow with a model.
+# oneDNN reorders what convolutions and recurrent layers are given: a fifth of these small models.
+# Where it has no kernels in bfloat16, those of ATen need any multiple of the tensors.
 _HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
+_PRODUCT_BYTES = 128 * KIB
 
 
-def _most_scratch(name: str, technique: str) -> float:
+def _most_scratch(name: str, technique: str, allocated: int) -> float:
     if name not in _HAS_SCRATCH:
-        return 0.02 if "bf16" in technique else 0.01
+        return 0.01 + (_PRODUCT_BYTES / allocated if "bf16" in technique else 0)
     # Without AVX, or in bf16 without instructions for it, oneDNN unfolds images: 25 to 58 % more.
     has_kernel = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
     if "bf16" in technique:
@@ -156,7 +157,8 @@ def test_agrees_with_the_allocator(name: str, chosen: list[str]) -> None:
         allocated = _allocated(ARCHITECTURES[name], technique)
         error = predicted_bytes / allocated.num_bytes - 1
         between_kernels = predicted_bytes / allocated.between_kernels_bytes - 1
-        if not -_most_scratch(name, technique) < error < 0.001 or abs(between_kernels) > 0.01:
+        most_scratch = _most_scratch(name, technique, allocated.num_bytes)
+        if not -most_scratch < error < 0.001 or abs(between_kernels) > 0.01:
             missed[technique] = error, between_kernels
     assert missed == {}
 
@@ -175,8 +177,9 @@ def _allocated(architecture: Architecture, technique: str) -> ProfilerPeak:
     optimizer = module.make_optimizer([p for p in module.parameters() if p.requires_grad])
     limit = dict(architecture.trainer_arguments).get("gradient_clip_val")
 
-    def step() -> None:  # in the order of Lightning, but where gradients are freed early
-        frees_early = technique != "nothing"
+    # In the order of Lightning; with settings, gradients are freed early, if no hook could see them.
+    def step() -> None:
+        frees_early = technique != "nothing" and "on_before_zero_grad" not in vars(type(module))
         if frees_early:
             optimizer.zero_grad()
         for index in range(2 if technique == "accumulation" else 1):
