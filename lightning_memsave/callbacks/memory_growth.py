@@ -46,7 +46,7 @@ class MemoryGrowth:
     """Reads what is allocated after steps, and names once what keeps more and more of it.
 
     If the floor of what is allocated rises, what module, callbacks and others keep is noted, and
-    compared with what they keep some steps later.
+    compared with what they keep some steps later, twice: a list that each epoch empties grows too.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,7 @@ class MemoryGrowth:
         self._floor = Floor()
         self._noted: list[AliveTensor] | None = None
         self._compare_at = 0
+        self._has_grown = False
 
     def look(self, trainer: Any, module: nn.Module, batch: object) -> None:
         """Look after a step, unless it is over: it has been found, or looking has failed."""
@@ -65,8 +66,13 @@ class MemoryGrowth:
             self._noted = _find_kept(trainer, module, batch)
             self._compare_at = floor.num_steps + floor.block_steps
         elif self._noted is not None and floor.num_steps == self._compare_at:
-            noted, self._noted = self._noted, None
-            self.found = self._compare(module, noted, _find_kept(trainer, module, batch), num_bytes)
+            noted, kept = self._noted, _find_kept(trainer, module, batch)
+            found = self._compare(module, noted, kept, num_bytes)
+            if self._has_grown or not found:
+                self.found, self._noted, self._has_grown = found, None, False
+            else:
+                self._noted, self._has_grown = kept, True
+                self._compare_at += floor.block_steps
         self.is_over = bool(self.found)
 
     def _compare(
