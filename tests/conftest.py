@@ -250,8 +250,12 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.chdir(tmp_path)
     seed_torch(0)
     before = ProcessState()
-    threads = set(threading.enumerate())
+    environment, threads = dict(os.environ), set(threading.enumerate())
     yield
+    # Lightning leaves `LOCAL_RANK` there, with which the next script waits for others to start it.
+    for name in os.environ.keys() - environment:
+        del os.environ[name]
+    os.environ.update(environment)
     assert before.restore() == []
     started = [t for t in set(threading.enumerate()) - threads if not t.daemon]
     for thread in started:  # those of a pool that was told to stop may still be on their way out
