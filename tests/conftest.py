@@ -21,6 +21,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_memsave.prediction.fake.function_caches import cached_functions
 from tests.helpers import seed_torch, set_other_defaults
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -186,6 +187,7 @@ def inductor_in_this_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def quick_collection() -> None:
     """Leave what is there already out of garbage collections, a full one takes long with it."""
+    cached_functions()
     gc.collect()
     gc.freeze()
 

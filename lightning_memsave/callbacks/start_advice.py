@@ -31,6 +31,17 @@ def add_start_advice(
         _add_advice_on_checkpoint(exception, checkpoint)
         _add_advice_on_settings(exception, rows)
     _add_advice_on_device(exception, rows)
+    _add_advice_on_fake(exception)
+
+
+def _add_advice_on_fake(exception: BaseException) -> None:
+    if "Please convert all Tensors to FakeTensors" in str(exception):
+        exception.add_note(
+            "A prediction runs your code on fake tensors, and one of them is in a global variable "
+            "or an attribute of a class now. Keep such a tensor in the module, by "
+            "`register_buffer`, or let a function return it that has `functools.lru_cache`; or "
+            "predict nothing, by `predict=False, micro_batch_size=None`."
+        )
 
 
 # By code outside of hooks between steps, in the first batch or later.

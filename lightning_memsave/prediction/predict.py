@@ -37,6 +37,7 @@ from lightning_memsave.prediction.cuda.kernels import (
     cuda_kernels,
     module_assumptions,
 )
+from lightning_memsave.prediction.fake.function_caches import cached_functions
 from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors, remedy_for
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
@@ -167,6 +168,7 @@ def _older_objects_left_alone() -> Iterator[None]:
         _others_freeze.set()
         yield
         return
+    cached_functions()  # they are found among objects that are not frozen
     gc.freeze()
     try:
         yield

@@ -19,6 +19,7 @@ from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.core.saved_state import RandomState
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.copies import Copier, keep_originals
+from lightning_memsave.prediction.fake.function_caches import fake_results_forgotten
 from lightning_memsave.prediction.fake.values import (
     KnownInFunctions,
     KnownValues,
@@ -192,7 +193,12 @@ def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
     Random states of torch, Python and numpy are restored afterwards.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _random_states_restored(), _modules_convertible(), _no_tracing(), mode:
+    restored = _random_states_restored(), _modules_convertible(), _no_tracing()
+    with contextlib.ExitStack() as stack:
+        # Training that meets a fake tensor which a global variable keeps fails; else it is fake too.
+        stack.callback(setattr, mode, "allow_non_fake_inputs", False)
+        for context in (fake_results_forgotten(), *restored, mode):
+            stack.enter_context(context)
         values = KnownValues(mode)
         with values, allow_construction(), KnownInFunctions():
             fakes = FakeTensors(values, deadline_s)
