@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.api import predict_memory
-from lightning_memsave.prediction.fake.function_caches import cached_functions
 
 
 def kept(maxsize: int) -> Any:
@@ -20,7 +19,12 @@ def kept(maxsize: int) -> Any:
 
     def decorator(function: Any) -> Any:
         cached = functools.lru_cache(maxsize)(function)
-        return functools.wraps(function)(lambda *arguments: cached(*arguments))
+
+        @functools.wraps(function)
+        def wrapper(*arguments: Any) -> Any:
+            return cached(*arguments)
+
+        return wrapper
 
     return decorator
 

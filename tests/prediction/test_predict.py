@@ -177,7 +177,7 @@ def _allocated(architecture: Architecture, technique: str) -> ProfilerPeak:
     optimizer = module.make_optimizer([p for p in module.parameters() if p.requires_grad])
     limit = dict(architecture.trainer_arguments).get("gradient_clip_val")
 
-    # In the order of Lightning; with settings, gradients are freed early, if no hook could see them.
+    # In the order of Lightning; with settings, gradients are freed early, unless a hook sees them.
     def step() -> None:
         frees_early = technique != "nothing" and "on_before_zero_grad" not in vars(type(module))
         if frees_early:

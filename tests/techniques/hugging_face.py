@@ -435,7 +435,7 @@ REASONS = {
     "has no `forward`": """
         bark glm_image_vqmodel
     """,
-    "fails by itself in transformers 5.24: reads `image_outputs`, which its language model lacks": """
+    "fails by itself in transformers 5.24: its language model has no `image_outputs`": """
         llama4
     """,
     "has settings of its own for some layers, with over 8 M parameters": """

@@ -15,7 +15,7 @@ from lightning_memsave.measure.storages import tensors_in
 _Cached: TypeAlias = "functools._lru_cache_wrapper[Any]"
 _TYPE = functools._lru_cache_wrapper
 _known: WeakSet[_Cached] = WeakSet()
-_num_modules = 0
+_num_modules = [0]  # when they were listed
 
 
 @contextlib.contextmanager
@@ -43,8 +43,7 @@ def _has_fake(cached: _Cached) -> bool:
 def cached_functions() -> list[_Cached]:
     """List the functions with caches; not those that `gc.freeze` hid before they were listed."""
     # There are a million objects to look through, in a tenth of a second: only after imports.
-    global _num_modules
-    if len(sys.modules) != _num_modules:
-        _num_modules = len(sys.modules)
+    if len(sys.modules) != _num_modules[0]:
+        _num_modules[0] = len(sys.modules)
         _known.update(one for one in gc.get_objects() if type(one) is _TYPE)
     return list(_known)

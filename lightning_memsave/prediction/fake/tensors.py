@@ -195,7 +195,7 @@ def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     restored = _random_states_restored(), _modules_convertible(), _no_tracing()
     with contextlib.ExitStack() as stack:
-        # Training that meets a fake tensor which a global variable keeps fails; else it is fake too.
+        # Training that meets a fake tensor in a global variable fails: it would be fake, too.
         stack.callback(setattr, mode, "allow_non_fake_inputs", False)
         for context in (fake_results_forgotten(), *restored, mode):
             stack.enter_context(context)
