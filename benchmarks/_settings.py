@@ -3,7 +3,7 @@
 from typing import Any
 
 NOTHING: dict[str, Any] = {
-    "stack": "off",
+    "preset": "off",
     "predict": False,
 }
 """Arguments that switch everything off."""

@@ -13,7 +13,7 @@ _BARS = (
     ("Lightning, nothing switched on", "nothing", "lightning", "without"),
     ("Hugging Face Trainer, all its flags", "all", "hugging_face", "other"),
     ("MemSaveCallback, the same techniques", "all", "lightning", "ours"),
-    ('MemSaveCallback(stack="single_gpu")', "single_gpu", "lightning", "ours"),
+    ('MemSaveCallback(preset="single_gpu")', "single_gpu", "lightning", "ours"),
 )
 _WIDTH, _HEIGHT = 960, 330
 _MIB = 2**20
@@ -68,7 +68,7 @@ def draw() -> str:
             520,
         ),
         *_curves(
-            'stack="single_gpu"',
+            'preset="single_gpu"',
             "a small GPT-2 on real text",
             list(losses["float32"].values()),
             list(losses["single_gpu"].values()),

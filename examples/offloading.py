@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "n_positions": 64,
 }
 SETTINGS: dict[str, Any] = {
-    "stack": "offload",
+    "preset": "offload",
     "offload": "parameters+activations",
     "low_precision_weights": "split",
     "optimizer": "8bit",

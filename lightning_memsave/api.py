@@ -434,19 +434,19 @@ def make_what_if(
 def read_settings(
     settings: Mapping[str, Any] | MemSaveCallback | None, base: Mapping[str, Any] = OFF
 ) -> Mapping[str, Any]:
-    """Return arguments of `MemSaveCallback`; a mapping with a stack lacks those in ``base``."""
+    """Return arguments of `MemSaveCallback`; a mapping with a preset lacks those in ``base``."""
     if isinstance(settings, MemSaveCallback):
         return settings.arguments
     if settings is not None and not isinstance(settings, Mapping):
         return settings  # type: ignore[unreachable] # `TrainingStep` refuses it
     settings = settings or {}
-    return {**({} if "stack" in settings else base), **settings}
+    return {**({} if "preset" in settings else base), **settings}
 
 
 def with_instances(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Create the techniques that settings from YAML describe by their ``class_path``."""
-    if settings.get("stack") is False:  # YAML's `off`, which LightningCLI passes as text
-        settings = {**settings, "stack": "off"}
+    if settings.get("preset") is False:  # YAML's `off`, which LightningCLI passes as text
+        settings = {**settings, "preset": "off"}
     nested = {n for n, v in settings.items() if isinstance(v, dict) and "class_path" in v}
     if not nested:
         return dict(settings)

@@ -171,7 +171,7 @@ def no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def any_saving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a stack save as little as it can in the models of tests."""
+    """Let a preset save as little as it can in the models of tests."""
     set_other_defaults("any_saving_counts", monkeypatch)
 
 

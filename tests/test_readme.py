@@ -109,7 +109,7 @@ def test_the_picture_is_that_of_the_result_files():
 def test_a_remedy_on_the_long_page_is_what_its_prediction_says():
     """The table is not made anew by a test, as it takes minutes; the prediction is."""
     text = LONG.read_text()
-    remedy = re.search(r"([\d.]+ GiB)  x [\d.]+ +yes +stack single_gpu", text)
+    remedy = re.search(r"([\d.]+ GiB)  x [\d.]+ +yes +preset single_gpu", text)
     predicted = re.findall(r"^total +([\d.]+ GiB)$", text, re.MULTILINE)
     assert remedy is not None
     assert remedy[1] == predicted[-1]
@@ -140,18 +140,18 @@ class TestArguments:
     ENTRIES: ClassVar = {entry.argument: entry for entry in entries()}
 
     def test_each_is_in_one_table(self):
-        in_stacks = dict(rows_below(self.PAGE, "Settings of a stack"))
+        in_presets = dict(rows_below(self.PAGE, "Settings of a preset"))
         others = dict(rows_below(self.PAGE, "All others"))
-        assert in_stacks.keys() == self.ENTRIES.keys()
-        assert {*in_stacks, *others} == {*self.PARAMETERS} - {"others"}  # those of a technique
-        assert not in_stacks.keys() & others.keys()
+        assert in_presets.keys() == self.ENTRIES.keys()
+        assert {*in_presets, *others} == {*self.PARAMETERS} - {"others"}  # those of a technique
+        assert not in_presets.keys() & others.keys()
 
     @pytest.mark.parametrize(
-        ("column", "stack"), [*enumerate(["classic", "bitwise", "single_gpu", "offload"])]
+        ("column", "preset"), [*enumerate(["classic", "bitwise", "single_gpu", "offload"])]
     )
-    def test_values_are_those_of_the_stacks(self, column, stack):
-        for name, cells in rows_below(self.PAGE, "Settings of a stack"):
-            value, cell = getattr(self.ENTRIES[name], stack), cells[column]
+    def test_values_are_those_of_the_presets(self, column, preset):
+        for name, cells in rows_below(self.PAGE, "Settings of a preset"):
+            value, cell = getattr(self.ENTRIES[name], preset), cells[column]
             if value == "auto":
                 assert cell != "off", name
             else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
-from benchmarks.stacks._run import MODELS
+from benchmarks.presets._run import MODELS
 from lightning_memsave import (
     ActivationCheckpointing,
     BlockMicroBatching,
@@ -43,7 +43,7 @@ def ways(sizes: Sequence[int]) -> dict[str, dict[str, int]]:
 def predict(model: str, settings: dict[str, int]) -> int:
     """Predict the peak of a step on CUDA in bytes."""
     chosen = MODELS[model]
-    offloaded = {"stack": "single_gpu", "offload": True, "host_budget": "1024GiB"}
+    offloaded = {"preset": "single_gpu", "offload": True, "host_budget": "1024GiB"}
     return predict_memory(chosen.build, chosen.batch(), settings=offloaded | settings).peak_bytes
 
 
@@ -136,7 +136,7 @@ def make_text(predicted: dict[str, dict[str, int]], trained: dict[str, Any]) -> 
     ]
     return "\n\n".join(
         [
-            'Predicted peak of a step on CUDA in MiB with `stack="single_gpu", offload=True`, '
+            'Predicted peak of a step on CUDA in MiB with `preset="single_gpu", offload=True`, '
             "cuBLAS's workspace included, the allocator's slack and CUDA's context not:",
             markdown_table(["model", *labels], rows),
             "A RoBERTa of 7 million parameters with AdamW on this CPU, 16 x 128 tokens, all blocks "

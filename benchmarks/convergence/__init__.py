@@ -1,1 +1,1 @@
-"""Whether each stack learns as much as training in float32 does."""
+"""Whether each preset learns as much as training in float32 does."""

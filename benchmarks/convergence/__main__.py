@@ -1,7 +1,7 @@
-"""Train each stack for 500 steps on real text: `python -m benchmarks.convergence`.
+"""Train each preset for 500 steps on real text: `python -m benchmarks.convergence`.
 
 A small GPT-2 learns the King James Bible, each row with three seeds for weights, dropout and order.
-Validation is in float32 on chapters that nobody was trained on. A stack passes if its mean final
+Validation is in float32 on chapters that nobody was trained on. A preset passes if its mean final
 loss differs from that of float32 by less than the float32 runs differ among themselves.
 """
 
@@ -18,7 +18,7 @@ from benchmarks._common import RESULTS, markdown_table, run_in_process, write_re
 from benchmarks.convergence._run import ROWS
 
 SEEDS = (0, 1, 2)
-STACKS = ("bitwise", "classic", "single_gpu")
+PRESETS = ("bitwise", "classic", "single_gpu")
 """What must pass; the other rows stand beside them."""
 SEVERAL = ("float32", "bitwise", "classic", "single_gpu")
 """Rows that run with each seed; the others with the first."""
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command line.
 
     Returns:
-        1 if a stack does not pass.
+        1 if a preset does not pass.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
     parser.add_argument("--dry", action="store_true", help="a few steps, one seed")
@@ -138,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder=options.results or (Path(tempfile.mkdtemp()) if options.dry else RESULTS),
     )
     print(f"\nWritten to {path}")
-    failed = [row for row in STACKS if row in verdicts and not verdicts[row]["passes"]]
-    print(f"Do not pass: {', '.join(failed)}" if failed else "Every stack passes.")
+    failed = [row for row in PRESETS if row in verdicts and not verdicts[row]["passes"]]
+    print(f"Do not pass: {', '.join(failed)}" if failed else "Every preset passes.")
     return 1 if failed and not options.dry else 0
 
 

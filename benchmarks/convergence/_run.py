@@ -21,13 +21,13 @@ NUM_TRAIN, NUM_VALIDATION = 4_000, 512
 NUM_STEPS, NUM_WARMUP, EVERY_N_STEPS = 500, 50, 50
 LEARNING_RATE = 1e-3
 
-SINGLE_GPU = {"stack": "single_gpu", "optimizer": "8bit"}
-# On a CPU the classic stack would leave the precision as it is.
+SINGLE_GPU = {"preset": "single_gpu", "optimizer": "8bit"}
+# On a CPU the classic preset would leave the precision as it is.
 ROWS: dict[str, dict[str, Any] | None] = {
     "float32": None,
-    "bitwise": {"stack": "bitwise"},
-    # 8-bit state and weights by name: a stack leaves out what saves little in a small model.
-    "classic": {"stack": "classic", "precision": "bf16-mixed", "optimizer": "8bit"},
+    "bitwise": {"preset": "bitwise"},
+    # 8-bit state and weights by name: a preset leaves out what saves little in a small model.
+    "classic": {"preset": "classic", "precision": "bf16-mixed", "optimizer": "8bit"},
     "single_gpu": {**SINGLE_GPU, "low_precision_weights": "stochastic"},
     "single_gpu, Kahan": {**SINGLE_GPU, "low_precision_weights": "kahan"},
     # Updates are rounded to the nearest, as without the technique: see `round_to_nearest`.

@@ -104,17 +104,17 @@ def _counts(attacks: list[dict[str, Any]], case: str) -> dict[str, int]:
 
 def _table(attacks: list[dict[str, Any]]) -> str:
     rows = []
-    stacks = list(dict.fromkeys(attack["case"].split(", ")[1] for attack in attacks))
+    presets = list(dict.fromkeys(attack["case"].split(", ")[1] for attack in attacks))
     for kind in ("injection", "kill"):
-        for stack in [*stacks, "all"]:
+        for preset in [*presets, "all"]:
             chosen = [
                 attack["outcome"]
                 for attack in attacks
-                if attack["kind"] == kind and stack in (attack["case"].split(", ")[1], "all")
+                if attack["kind"] == kind and preset in (attack["case"].split(", ")[1], "all")
             ]
             if chosen:
                 counts = [str(chosen.count(outcome)) for outcome in OF_MEMORY_AND_KILLS]
-                rows.append([f"{kind}, {stack}", str(len(chosen)), *counts])
+                rows.append([f"{kind}, {preset}", str(len(chosen)), *counts])
     return markdown_table(["attack", "number", *OF_MEMORY_AND_KILLS], rows)
 
 

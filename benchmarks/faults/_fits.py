@@ -1,4 +1,4 @@
-"""The fits that are attacked: small models, every stack, accumulation and clipping."""
+"""The fits that are attacked: small models, every preset, accumulation and clipping."""
 
 import hashlib
 import itertools
@@ -24,10 +24,10 @@ from lightning_memsave import MemSaveCallback
 BATCH_SIZE, NUM_TOKENS, NUM_WORDS = 4, 8, 50
 LOGS = "logs"
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB (injected by benchmarks.faults)."
-STACKS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "bare": {},
     "micro-batches only": {"activation_checkpointing": None, "optimizer": None},
-    **{stack: {"stack": stack} for stack in ("classic", "bitwise", "single_gpu")},
+    **{preset: {"preset": preset} for preset in ("classic", "bitwise", "single_gpu")},
 }
 
 
@@ -128,21 +128,21 @@ def _loader(num_batches: int, seed: int) -> DataLoader[Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of fit: names of `MODELS` and `STACKS`, and settings of the Trainer."""
+    """One kind of fit: names of `MODELS` and `PRESETS`, and settings of the Trainer."""
 
     model: str
-    stack: str
+    preset: str
     accumulate: int
     clip: float | None
 
     def __str__(self) -> str:
         clip = "" if self.clip is None else f", clip {self.clip}"
-        return f"{self.model}, {self.stack}, accumulate {self.accumulate}{clip}"
+        return f"{self.model}, {self.preset}, accumulate {self.accumulate}{clip}"
 
 
 def all_cases() -> list[Case]:
-    """List every model with every stack, accumulation and clipping."""
-    return [Case(*c) for c in itertools.product(MODELS, STACKS, (1, 2), (None, 0.5))]
+    """List every model with every preset, accumulation and clipping."""
+    return [Case(*c) for c in itertools.product(MODELS, PRESETS, (1, 2), (None, 0.5))]
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Fit:
 
     def run(self) -> str:
         """Train; give a digest of all parameters, also where an error ended the fit."""
-        memsave = MemSaveCallback(**STACKS[self.case.stack], predict=False, report=self.watches)
+        memsave = MemSaveCallback(**PRESETS[self.case.preset], predict=False, report=self.watches)
         checkpoint: list[Any] = []
         last = None
         if self.folder is not None:

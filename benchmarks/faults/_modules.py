@@ -29,7 +29,7 @@ LATE = "ended with advice"
 BAD = ("wrong", "crashed")
 OUTCOMES = ("equal", "as declared", "refused", LATE, PLAIN_FAILS, *BAD)
 EXACT: dict[str, Any] = {"precision": None, "optimizer": None}
-OFF: dict[str, Any] = {"stack": "off"}
+OFF: dict[str, Any] = {"preset": "off"}
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": "all"}
 # Those after which weights may differ, by their relative error: what is recomputed in other tiles,
 # and what keeps weights or state in fewer bits. With the latter the loss counts as well: an expert
@@ -40,14 +40,14 @@ HALF = "bf16-mixed"
 # A host rounds updates in another way than a GPU.
 ON_HOST = 1e-4 if torch.cuda.is_available() else 0
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
-    "bitwise": ({"stack": "bitwise"}, 0),
+    "bitwise": ({"preset": "bitwise"}, 0),
     "single_gpu in float32": (
-        {"stack": "single_gpu", **EXACT, "low_precision_weights": None},
+        {"preset": "single_gpu", **EXACT, "low_precision_weights": None},
         1e-4,
     ),
-    "offload in float32": ({"stack": "offload", **EXACT, "low_precision_weights": None}, 1e-4),
-    "single_gpu": ({"stack": "single_gpu"}, APPROXIMATE),
-    "offload": ({"stack": "offload"}, APPROXIMATE),
+    "offload in float32": ({"preset": "offload", **EXACT, "low_precision_weights": None}, 1e-4),
+    "single_gpu": ({"preset": "single_gpu"}, APPROXIMATE),
+    "offload": ({"preset": "offload"}, APPROXIMATE),
     "offload optimizer": ({**OFF, "offload": "optimizer"}, ON_HOST),
     "offload parameters": ({**OFF, "offload": "parameters"}, ON_HOST),
     "offload parameters, checkpointed, in backward": (

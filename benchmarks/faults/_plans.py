@@ -232,7 +232,7 @@ class Plans:
         self.state = found["plan"]
         self.whole = self._run(known=self.state)  # without the operators of the search
         assert self.whole["digest"] == found["digest"], "a plan that is known is no other plan"
-        self.plain = self._run(settings={"stack": "off"}) if self._is_bitwise else None
+        self.plain = self._run(settings={"preset": "off"}) if self._is_bitwise else None
         self._smaller: dict[str, Any] = {}
         self._number = 0
 
@@ -334,7 +334,7 @@ class Plans:
 
 def count(case: Planned) -> dict[str, Any]:
     """Count the peak of plain training."""
-    return train(MODELS[case.model], stack="off", predict=False)
+    return train(MODELS[case.model], preset="off", predict=False)
 
 
 def _in_process(job: Callable[[], Any]) -> Any:

@@ -55,15 +55,15 @@ class Row:
         micro_batches: A batch passes in parts.
         mixed_precision: bfloat16 where it is safe.
         low_bit: AdamW keeps its state in 8 bits, that of embeddings in 32.
-        stack: What `MemSaveCallback` is told in place of these, which are for Hugging Face then.
-        beside: Settings beside the stack.
+        preset: What `MemSaveCallback` is told in place of these, which are for Hugging Face then.
+        beside: Settings beside the preset.
     """
 
     checkpointing: bool = False
     micro_batches: bool = False
     mixed_precision: bool = False
     low_bit: bool = False
-    stack: str | None = None
+    preset: str | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
 
     def callback_arguments(self, workload: Workload) -> dict[str, Any] | None:
@@ -75,8 +75,8 @@ class Row:
         Returns:
             Its arguments, or ``None`` for training without it.
         """
-        if self.stack is not None:
-            return {"stack": self.stack, "predict": False, **self.beside}
+        if self.preset is not None:
+            return {"preset": self.preset, "predict": False, **self.beside}
         chosen: dict[str, Any] = {}
         if self.checkpointing:
             chosen |= CHECKPOINTING
@@ -139,10 +139,10 @@ ROWS = {
     "8-bit AdamW": Row(low_bit=True),
     "all but 8-bit": Row(checkpointing=True, micro_batches=True, mixed_precision=True),
     "all": _ALL,
-    "bitwise": Row(checkpointing=True, stack="bitwise"),
-    # On a CPU the stack would leave the precision as it is.
-    "classic": replace(_ALL, stack="classic", beside=MIXED_PRECISION),
-    "single_gpu": replace(_ALL, stack="single_gpu"),
-    "offload": replace(_ALL, stack="offload"),
+    "bitwise": Row(checkpointing=True, preset="bitwise"),
+    # On a CPU the preset would leave the precision as it is.
+    "classic": replace(_ALL, preset="classic", beside=MIXED_PRECISION),
+    "single_gpu": replace(_ALL, preset="single_gpu"),
+    "offload": replace(_ALL, preset="offload"),
 }
 """By name, in the order of the table."""

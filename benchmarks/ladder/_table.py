@@ -12,7 +12,7 @@ CATEGORIES = (
 )
 Rows = dict[str, dict[str, Any]]
 
-STACKS = ("classic", "bitwise", "single_gpu", "offload")
+PRESETS = ("classic", "bitwise", "single_gpu", "offload")
 """From much to little memory; of the first two either may need less."""
 CLAIMED_SHARES = {"all": 1.0, "single_gpu": 0.55}
 """Of the peak of Hugging Face's Trainer with all its flags, by row."""
@@ -54,10 +54,10 @@ def check_claims(rows: Rows, *, is_timed: bool) -> dict[str, bool]:
             ratio = _time_ratios(rows, name)["lightning / hugging_face"]
             # The interval: a median of 1.001 may be chance, but not one that begins there.
             claims[f"{name}: a step takes no longer than there"] = ratio["confidence_low"] <= 1.0
-    ours = {name: rows[name]["lightning"] for name in STACKS if name in rows}
+    ours = {name: rows[name]["lightning"] for name in PRESETS if name in rows}
     peaks = {name: peak_of(found) for name, found in ours.items() if "error" not in found}
     for larger, smaller in itertools.combinations(peaks, 2):
-        if (larger, smaller) != STACKS[:2]:
+        if (larger, smaller) != PRESETS[:2]:
             claims[f"{smaller} needs no more than {larger}"] = peaks[smaller] <= peaks[larger]
     return claims
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.launches._count import Counts, Setup, count
-from benchmarks.stacks._run import SETTINGS, gpt2
+from benchmarks.presets._run import SETTINGS, gpt2
 from lightning_memsave import MicroBatching, find_blocks
 from lightning_memsave.errors import IncompatibleError
 
@@ -131,16 +131,16 @@ def _techniques() -> dict[str, Row]:
     return rows
 
 
-def _stacks() -> dict[str, Row]:
+def _presets() -> dict[str, Row]:
     rows = {}
     limits = {"bitwise": 1.25, "classic": 1.25, "single_gpu": 1.6}
-    for stack, limit in limits.items():
-        reference = BY_HAND if stack == "bitwise" else BY_HAND_8BIT
+    for preset, limit in limits.items():
+        reference = BY_HAND if preset == "bitwise" else BY_HAND_8BIT
         # As the loops by hand, in small models too.
-        settings = SETTINGS[stack] | ({} if stack == "bitwise" else {"optimizer": "8bit"})
-        rows[stack] = Row(settings, reference, limit=limit)
-        rows[f"{stack}, clipped"] = Row(settings, f"{reference}, clipped", 1.0, limit=limit)
-        rows[f"{stack}, micro-batches"] = Row(settings | PARTS, reference, parts=NUM_PARTS)
+        settings = SETTINGS[preset] | ({} if preset == "bitwise" else {"optimizer": "8bit"})
+        rows[preset] = Row(settings, reference, limit=limit)
+        rows[f"{preset}, clipped"] = Row(settings, f"{reference}, clipped", 1.0, limit=limit)
+        rows[f"{preset}, micro-batches"] = Row(settings | PARTS, reference, parts=NUM_PARTS)
     return rows
 
 
@@ -155,7 +155,7 @@ ROWS: dict[str, Row] = {
         {"optimizer": "8bit", **BF16}, "plain, bf16", 1.0, is_by_hand=True
     ),
     **_techniques(),
-    **_stacks(),
+    **_presets(),
 }
 """By name; a reference comes before what is compared with it."""
 

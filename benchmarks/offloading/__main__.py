@@ -21,8 +21,8 @@ from benchmarks._common import RESULTS, markdown_table, run_in_process, write_re
 from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
 from benchmarks.ladder._run import TRAINERS
 from benchmarks.offloading._timeline import overlap, record
-from benchmarks.stacks import _run as stacks
-from benchmarks.stacks._run import MODELS, Model
+from benchmarks.presets import _run as presets
+from benchmarks.presets._run import MODELS, Model
 from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.step_time import Rates, step_time
@@ -36,8 +36,8 @@ GPU_NAMES = ("T4", "RTX-3060-12GB", "RTX-4090", "A100-40GB")
 _BATCH_SIZES = (16, 64, 256, 1024)
 _UNLIMITED = {"host_budget": "1024GiB"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{f'"{kind}"': {"stack": "single_gpu", "offload": kind} | _UNLIMITED for kind in KINDS},
-    'stack="offload"': {"stack": "offload"} | _UNLIMITED,
+    **{f'"{kind}"': {"preset": "single_gpu", "offload": kind} | _UNLIMITED for kind in KINDS},
+    'preset="offload"': {"preset": "offload"} | _UNLIMITED,
 }
 """What `MemSaveCallback` is told, by name."""
 _IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True}
@@ -88,7 +88,7 @@ def ratios_by_tokens(model: Model, batch_sizes: Sequence[int]) -> dict[str, dict
     found: dict[str, dict[str, Any]] = {}
     for batch_size in batch_sizes:
         step = replace(model, batch_size=batch_size)
-        without = predict(step, {"stack": "single_gpu"})["seconds"]
+        without = predict(step, {"preset": "single_gpu"})["seconds"]
         found[str(batch_size * model.num_tokens)] = {
             kind: {
                 name: seconds / without[name]
@@ -249,7 +249,7 @@ def make_text(results: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            'Predicted peak of a step on CUDA in MiB with `stack="single_gpu"` or `"offload"`, '
+            'Predicted peak of a step on CUDA in MiB with `preset="single_gpu"` or `"offload"`, '
             "cuBLAS's workspace included, the allocator's slack and CUDA's context not; 84M and "
             "1.1B are RoBERTa with 64 x 128 tokens, XL is GPT-2 with 8 x 1024, and few samples at "
             "a time are 4, 8 and 1:",
@@ -265,7 +265,7 @@ def make_text(results: dict[str, Any]) -> str:
             markdown_table(["model", "GPU", *columns[1:]], estimated),
             f"The same for {trained_model.split(',')[0]} by tokens in a step, whole batches:",
             markdown_table(["tokens", "offloaded", *GPU_NAMES], by_tokens),
-            f'Two steps of {trained_model} on this CPU with `stack="offload"` and few samples at '
+            f'Two steps of {trained_model} on this CPU with `preset="offload"` and few samples at '
             "a time, in MiB of device memory:",
             markdown_table(["predicted", "counted", "losses"], [[*sizes, losses]]),
             "A RoBERTa of 7 million parameters with AdamW and clipping on this CPU, 16 x 128 "
@@ -276,7 +276,7 @@ def make_text(results: dict[str, Any]) -> str:
             "The same model with everything that saves device memory, one sample at a time, in "
             "MiB counted:",
             markdown_table(
-                ["Hugging Face's Trainer, all flags", '`stack="offload"`', "ratio"],
+                ["Hugging Face's Trainer, all flags", '`preset="offload"`', "ratio"],
                 [
                     [
                         f"{peaks['hugging_face'] / MIB:,.1f}",
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_host: dict[str, Any] = {}
     for name in names:
         few = {"micro_batch_size": _SAMPLES.get(name, 1)}
-        wanted: dict[str, dict[str, Any]] = {"without": {"stack": "single_gpu"}}
+        wanted: dict[str, dict[str, Any]] = {"without": {"preset": "single_gpu"}}
         for label, settings in SETTINGS.items():
             wanted[label] = settings
             wanted[f"{label}, few samples"] = settings | few
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pairs = (2, 2) if options.dry_run else (7, 6)
     real = names[0]
     samples = _SAMPLES.get(real, 1)
-    found = stacks.train(real, "offload", micro_batch_size=samples)
+    found = presets.train(real, "offload", micro_batch_size=samples)
     trained = compare(size, batch, *pairs)
     peaks = compare_with_hugging_face("dry" if options.dry_run else "7m")
     spans = record(

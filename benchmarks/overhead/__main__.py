@@ -61,7 +61,7 @@ COMPARISONS: dict[str, tuple[Make, Make]] = {
         checkpointed_by_hand,
         partial(plain, **{**NOTHING, **CHECKPOINTING}),
     ),
-    "monitor alone / no callback": (plain, partial(plain, stack="off")),
+    "monitor alone / no callback": (plain, partial(plain, preset="off")),
     "no callback / no callback": (plain, plain),  # what the method itself gets wrong
 }
 

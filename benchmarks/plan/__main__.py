@@ -101,7 +101,7 @@ class _Timer(Callback):
 def measure(model: Model, plan: dict[str, Any]) -> list[float]:
     """Train some steps and return their seconds, without the first."""
     timer = _Timer()
-    callback = MemSaveCallback(stack="off", report=False, predict=False, **plan)
+    callback = MemSaveCallback(preset="off", report=False, predict=False, **plan)
     batches = [model.batch] * (STEPS + 1)
     fit(LanguageModel(model.build()), batches, [callback, timer])
     return timer.seconds[1:]

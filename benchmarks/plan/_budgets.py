@@ -216,7 +216,7 @@ class Everything:
     def __init__(self, model: Small, rates: Rates) -> None:
         self._model, self._rates = model, rates
         self._what_if = make_what_if(
-            model.build, model.batch(0), settings={"stack": "off"}, device="cpu"
+            model.build, model.batch(0), settings={"preset": "off"}, device="cpu"
         )
 
     @property
@@ -286,7 +286,7 @@ def run_model(
 ) -> dict[str, Any]:
     """Train one model under all budgets, in this process."""
     rates = measure_rates("cpu")
-    plain = train(model, stack="off", predict=False)
+    plain = train(model, preset="off", predict=False)
     everything = Everything(model, rates)
     bitwise = everything.bitwise()
     plain_s = next(seconds for _, seconds, changes in bitwise if not any(changes.values()))

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks._common import markdown_table, run_in_process
 from benchmarks._models import OTHERS, TINY, masked_batch
-from benchmarks.stacks._run import MODELS as LANGUAGE_MODELS
+from benchmarks.presets._run import MODELS as LANGUAGE_MODELS
 from lightning_memsave import plan_memory, predict_memory
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.plan import MemoryPlan, Plan
@@ -45,7 +45,7 @@ def _tokens(batch_size: int, num_tokens: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-_OFF: dict[str, Any] = {"stack": "off"}
+_OFF: dict[str, Any] = {"preset": "off"}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (model.build, model.batch) for name, model in LANGUAGE_MODELS.items()},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
 from benchmarks._models import masked_batch
-from benchmarks.stacks._run import gpt2
+from benchmarks.presets._run import gpt2
 
 
 @dataclass(frozen=True)

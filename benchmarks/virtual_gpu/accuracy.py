@@ -37,11 +37,11 @@ from lightning_memsave.units import MIB
 CARDS = {"rtx3060": "RTX 3060", "t4": "T4", "h100": "H100"}
 """Of the virtual GPU, and what to call them."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "off": {"stack": "off"},
+    "off": {"preset": "off"},
     "classic": {},
-    "bitwise": {"stack": "bitwise"},
-    "single_gpu": {"stack": "single_gpu"},
-    "offload": {"stack": "offload"},
+    "bitwise": {"preset": "bitwise"},
+    "single_gpu": {"preset": "single_gpu"},
+    "offload": {"preset": "offload"},
 }
 ALLOCATORS = {
     "default": "",

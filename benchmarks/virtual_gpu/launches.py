@@ -26,7 +26,7 @@ from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.faults._attack import in_process
 from benchmarks.launches.__main__ import ROWS, Model, Row, _gpt2_batch, _without_cache, setup_of
 from benchmarks.launches._count import Counts, Setup, StepCounter, _Counted, count
-from benchmarks.stacks._run import SETTINGS, gpt2
+from benchmarks.presets._run import SETTINGS, gpt2
 from benchmarks.virtual_gpu._setup import allow_forks, be_quiet, taken_to_work
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
@@ -117,7 +117,7 @@ def count_on_device(
     accumulated = setup.settings.get("accumulate_grad_batches") or 1
     lit = _OnDevice(setup.build(), accumulated)
     lit.attributes = attributes
-    given = {"stack": "off", "micro_batch_size": None, **setup.settings}
+    given = {"preset": "off", "micro_batch_size": None, **setup.settings}
     # Gradients that wait for clipping stay on the device as far as the prediction has room.
     given["predict"] = LIMIT_S if setup.clip is not None else False
     with taken_to_work(compiles=compiles):

@@ -51,16 +51,16 @@ SHARE_RIGHT = 0.95
 # Of the clock, as what waits for ever needs no processor. A case takes 15 s on a free machine.
 LIMIT_S = 900
 IS_EXACT = os.environ.get("VGPU_COMPUTE") == "1"
-OFF: dict[str, Any] = {"stack": "off"}
+OFF: dict[str, Any] = {"preset": "off"}
 BY_NAME: dict[str, Any] = {"optimizer": "8bit"}
 PRESETS: dict[str, dict[str, Any] | None] = {
     "without callback": None,
     "micro-batches": {"activation_checkpointing": None, "optimizer": None, "precision": None},
-    "classic": {"stack": "classic", **BY_NAME},
-    "bitwise": {"stack": "bitwise"},
-    "single_gpu": {"stack": "single_gpu", **BY_NAME, "low_precision_weights": "stochastic"},
+    "classic": {"preset": "classic", **BY_NAME},
+    "bitwise": {"preset": "bitwise"},
+    "single_gpu": {"preset": "single_gpu", **BY_NAME, "low_precision_weights": "stochastic"},
     "in backward": {**OFF, "optimizer_in_backward": True, "activation_checkpointing": "all"},
-    "offload": {"stack": "offload", "offload": True, "low_precision_weights": "master"},
+    "offload": {"preset": "offload", "offload": True, "low_precision_weights": "master"},
     "offload optimizer": {"offload": "optimizer", "optimizer": None},
     "offload activations": {"offload": "activations", "activation_checkpointing": None},
     "budget": {"budget": "900MiB" if IS_EXACT else "3GiB"},

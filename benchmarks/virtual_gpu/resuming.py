@@ -20,7 +20,7 @@ from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import SMALL, masked_batch
 from benchmarks._training import Batches, LanguageModel
 from benchmarks.faults._attack import in_process
-from benchmarks.stacks._run import SETTINGS
+from benchmarks.presets._run import SETTINGS
 from benchmarks.virtual_gpu._setup import allow_forks, be_quiet, taken_to_work
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.units import GIB, MIB
@@ -29,10 +29,10 @@ from tests.virtual_gpu import counters
 NUM_STEPS = 3
 ROWS: dict[str, dict[str, Any] | None] = {
     "without the callback": None,
-    **{f'`stack="{name}"`': SETTINGS[name] for name in SETTINGS if name != "nothing"},
-    '`stack="off"`': {"stack": "off"},
+    **{f'`preset="{name}"`': SETTINGS[name] for name in SETTINGS if name != "nothing"},
+    '`preset="off"`': {"preset": "off"},
 }
-SQUEEZED = ("without the callback", '`stack="off"`')
+SQUEEZED = ("without the callback", '`preset="off"`')
 """Rows whose smallest GPU is searched."""
 LIMITS = (1 * GIB, 4 * GIB)
 

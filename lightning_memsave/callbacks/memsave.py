@@ -36,7 +36,7 @@ from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatc
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import with_plan, with_stack
+from lightning_memsave.techniques.registry import with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
@@ -59,7 +59,7 @@ from lightning_memsave.trainer.training_loop import has_open_window
 class MemSaveCallback(CallbackBase):
     """Train with less memory, by one line in an existing project.
 
-    Without arguments, as with ``stack="classic"``: the activations of every repeated block are
+    Without arguments, as with ``preset="classic"``: the activations of every repeated block are
     recomputed in backward, the optimizer that the module configures keeps its state in 8 bits
     (embeddings, norms and biases stay 32-bit), mixed precision is switched on where the device is a
     CUDA GPU with native bfloat16 and the Trainer names no other, a batch that does not fit is
@@ -68,13 +68,13 @@ class MemSaveCallback(CallbackBase):
     it with the memory that was measured.
 
     The gradients of the step before are freed before the forward pass, and outputs that nothing
-    reads before backward, unless ``stack="off"`` is all that is written.
+    reads before backward, unless ``preset="off"`` is all that is written.
 
     Each argument from ``activation_checkpointing`` to ``attention`` can be ``"auto"``, which
-    means the value of the stack, ``None``, which leaves the project unchanged, or a value, which is
-    set or refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack
-    stays off where it conflicts with the project or finds nothing to change; the table shows the
-    reason.
+    means the value of the preset, ``None``, which leaves the project unchanged, or a value, which
+    is set or refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a
+    preset stays off where it conflicts with the project or finds nothing to change; the table shows
+    the reason.
 
     Args:
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
@@ -103,11 +103,11 @@ class MemSaveCallback(CallbackBase):
             ``"parameters+activations"``; or `Offloading`.
         attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
             `AttentionKernel`.
-        stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
+        preset: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
             optimizer, micro-batches), ``"bitwise"`` (all that keeps training the same bit for bit),
             ``"single_gpu"`` (the least GPU memory without host memory), ``"offload"`` (the least
             with it) or ``"off"`` (only the arguments given beside it). Arguments given beside a
-            stack win. ``None`` is ``"classic"``.
+            preset win. ``None`` is ``"classic"``.
         budget: Device memory that training may take: bytes, a text such as ``"12GiB"``, a share of
             the device's memory, or ``"auto"`` for what is free. The fastest settings that fit are
             chosen from the first batch, among those that ``exactness`` allows and that are not
@@ -116,7 +116,7 @@ class MemSaveCallback(CallbackBase):
             and a regular expression over module names, a function of name and module, or several.
         host_budget: Host memory for ``offload``, such as ``"16GiB"``; ``None``: half of the free.
         exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-            Settings that move them further are off in a stack, and refused if they are given.
+            Settings that move them further are off in a preset, and refused if they are given.
         predict: Predict peak memory before the first step, by training two steps on fake tensors,
             for 20 seconds at most; ``False`` disables it, a number is another limit in seconds.
         report: Print the table and write ``memsave_report.json``. Where neither this nor
@@ -152,7 +152,7 @@ class MemSaveCallback(CallbackBase):
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
         offload: bool | str | Offloading | None = "auto",
         attention: str | AttentionKernel | None = "auto",
-        stack: Literal["off", "classic", "bitwise", "single_gpu", "offload"] | None = None,
+        preset: Literal["off", "classic", "bitwise", "single_gpu", "offload"] | None = None,
         budget: int | float | str | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         host_budget: int | str | None = None,
@@ -167,7 +167,7 @@ class MemSaveCallback(CallbackBase):
         is_measured = report or predict is not False or budget is not None
         self.monitor = GPUMemoryMonitor() if is_measured else None
         """What measures a fit, unless the Trainer has a monitor among its callbacks."""
-        self._in_force: Mapping[str, Any] = with_stack(self.arguments)
+        self._in_force: Mapping[str, Any] = with_preset(self.arguments)
         self.plan: MemoryPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_planning: Callable[[], None] | None = None
@@ -206,7 +206,7 @@ class MemSaveCallback(CallbackBase):
         """Give the arguments of a callback that would do what this fit does.
 
         Returns:
-            All arguments by name, with the values of the stack; what yielded is off.
+            All arguments by name, with the values of the preset; what yielded is off.
         """
         updates = self._settings.find(OptimizerInBackwardSetting).effective
         arguments = {**self._in_force, "optimizer_in_backward": updates}

@@ -31,10 +31,10 @@ def predict_remedies(
         return None
     start_s = processor_time_s()
     callback = first_of(trainer, MemSaveCallback)
-    given = MemSaveCallback(stack="off") if callback is None else callback
+    given = MemSaveCallback(preset="off") if callback is None else callback
     has_begun = callback is not None and bool(callback.rows)
     arguments = given.effective_arguments() if has_begun else dict(given.arguments)
-    written = {"stack": "off"} if callback is None else dict(callback.arguments)
+    written = {"preset": "off"} if callback is None else dict(callback.arguments)
     if isinstance(arguments.get("micro_batch_size"), int):
         written["micro_batch_size"] = arguments["micro_batch_size"]
     step = step_of(trainer, pl_module, batch, MemSaveCallback, arguments)

@@ -62,7 +62,7 @@ def plan_fit(
 
 
 def _refusal(arguments: Mapping[str, Any], why: str) -> IncompatibleError:
-    fix = 'Name the settings instead, such as `stack="single_gpu"`, or remove `budget`.'
+    fix = 'Name the settings instead, such as `preset="single_gpu"`, or remove `budget`.'
     problem = Problem(f"`budget={arguments['budget']!r}`", why, fix)
     return IncompatibleError("MemSaveCallback", [problem])
 

@@ -32,7 +32,7 @@ TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # The Trainer has its precision by now; the others do not change training steps.
-_LEFT_OUT = ("precision", "stack", "budget")
+_LEFT_OUT = ("precision", "preset", "budget")
 
 
 class RunPrediction(Predicted):
@@ -113,8 +113,8 @@ def effective_settings(
     on = {row.name for row in rows if row.status == "on"}
     result = {**arguments, **dict.fromkeys(_LEFT_OUT)}
     if not frees_early(arguments):
-        result["stack"] = arguments["stack"]
-    result.pop("from_stack", None)
+        result["preset"] = arguments["preset"]
+    result.pop("from_preset", None)
     # The run has decided already, by facts that a prediction lacks, such as the strategy.
     for entry in entries():
         if entry.argument not in on:

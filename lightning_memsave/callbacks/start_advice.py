@@ -72,7 +72,7 @@ def _add_advice_on_settings(exception: BaseException, rows: Sequence[Row]) -> No
     settings = ", ".join(f"`{row.name}={row.value}`" for row in on)
     exception.add_note(
         f"This happened before the first batch was done. `MemSaveCallback` changes what modules do "
-        f'there, by {settings}. Does it happen with `MemSaveCallback(stack="off")` too? If not, '
+        f'there, by {settings}. Does it happen with `MemSaveCallback(preset="off")` too? If not, '
         f"set them to None one by one, such as `{on[0].name}=None`, and keep the others."
     )
 

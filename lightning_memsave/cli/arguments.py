@@ -96,7 +96,7 @@ def add_step_arguments(
 
 def add_settings_arguments(parser: "argparse._ActionsContainer") -> None:
     """Add the arguments that describe `MemSaveCallback` and the precision."""
-    parser.set_defaults(base={"stack": "off"})  # what is trained with without `--memsave`
+    parser.set_defaults(base={"preset": "off"})  # what is trained with without `--memsave`
     parser.add_argument(
         "--memsave",
         action=argparse.BooleanOptionalAction,
@@ -343,7 +343,7 @@ def callback_settings(
             f"--precision={precision} and --set precision={given['precision']} "
             "disagree. Remove one of the two."
         )
-    base = {} if "stack" in given else arguments.base
+    base = {} if "preset" in given else arguments.base
     is_wanted = arguments.memsave or (found is not None and arguments.memsave is None)
     base = {**MemSaveCallback().arguments, **(found or {})} if is_wanted else base
     return with_instances({**base, **given})

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             task=arguments.task,
         )
         settings = callback_settings(target.settings, arguments)
-        has_callback = settings != {"stack": "off"}
+        has_callback = settings != {"preset": "off"}
         check = check_training(target, settings=settings if has_callback else None)
         check = replace(check, notes=(*check.notes, *strategy_notes(target.trainer_arguments)))
     if arguments.json:

@@ -181,7 +181,7 @@ class MemoryLoggingMixin(MemSaveMixin):
 
 def everything_off() -> dict[str, Any]:
     """Return arguments of `MemSaveCallback` that disable everything."""
-    return {"stack": "off"}
+    return {"preset": "off"}
 
 
 def _make_callbacks(arguments: dict[str, Any]) -> list[_Callback]:

@@ -15,7 +15,7 @@ from lightning_memsave.core.technique import Technique, as_config
 from lightning_memsave.planning.constants import MENTIONED
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import changed_arguments
-from lightning_memsave.techniques.registry import BARE, entries, values_of, with_stack
+from lightning_memsave.techniques.registry import BARE, entries, values_of, with_preset
 from lightning_memsave.units import MIB, format_bytes
 
 _WIDTH, _SETTINGS_WIDTH = 98, 54
@@ -105,7 +105,7 @@ class MemoryPlan(JupyterMixin):
         ladder: In a fit with ``budget=``, the plans that can take its place when memory runs out.
 
     Example:
-        >>> how = 'MemSaveCallback(stack="off", optimizer="8bit")'
+        >>> how = 'MemSaveCallback(preset="off", optimizer="8bit")'
         >>> plan = Plan({"optimizer": "8bit"}, how, "approximate", 2**30, 2**30, 1.0, True)
         >>> found = MemoryPlan(2 * 2**30, 0, plan, None, (plan,))
         >>> found.fits(plan), found.plan.short
@@ -249,20 +249,20 @@ def short_settings(
     changed = changed_arguments(make_callback, settings)
 
     def effective(of: Mapping[str, Any]) -> dict[str, Any]:
-        found = with_stack(make_callback(**of).arguments)
-        return {n: v for n, v in found.items() if n not in ("stack", "from_stack")}
+        found = with_preset(make_callback(**of).arguments)
+        return {n: v for n, v in found.items() if n not in ("preset", "from_preset")}
 
-    # A technique that is on is written all the same: what comes from a stack may stay off.
+    # A technique that is on is written all the same: what comes from a preset may stay off.
     techniques = [entry.argument for entry in entries() if entry.technique is not None]
 
-    def beside(stack: str | None) -> dict[str, Any]:
-        values = values_of(stack or BARE)
+    def beside(preset: str | None) -> dict[str, Any]:
+        values = values_of(preset or BARE)
         silent = {n: v for n, v in values.items() if v in (None, "auto") or n not in techniques}
         rest = {n: v for n, v in changed.items() if n not in silent or v != silent[n]}
-        return rest if stack is None else {"stack": stack, **rest}
+        return rest if preset is None else {"preset": preset, **rest}
 
-    stacks = (None, "bitwise") if exactness == "bitwise" else (None,)
-    same = [s for s in map(beside, stacks) if effective(s) == effective(settings)]
+    presets = (None, "bitwise") if exactness == "bitwise" else (None,)
+    same = [s for s in map(beside, presets) if effective(s) == effective(settings)]
     return min([*same, changed], key=lambda s: [*s.values()].count(None))
 
 

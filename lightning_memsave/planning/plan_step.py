@@ -47,11 +47,11 @@ def search_of(what_if: WhatIf, exactness: str, limit_s: float = math.inf) -> Pla
     """Prepare the search for plans of a step, for any budget."""
     if not what_if.can_predict:
         raise ConfigurationError("A plan needs a batch. Pass one that the model trains on.")
-    stack = what_if.step.settings.get("stack")
-    if stack not in (None, "off"):
+    preset = what_if.step.settings.get("preset")
+    if preset not in (None, "off"):
         raise ConfigurationError(
-            f"`stack={stack!r}` chooses all settings and leaves none to plan. Use `stack='off'`, "
-            "and name the settings that are fixed."
+            f"`preset={preset!r}` chooses all settings and leaves none to plan. Use "
+            "`preset='off'`, and name the settings that are fixed."
         )
     try:
         limit = Exactness(exactness)

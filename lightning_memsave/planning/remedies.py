@@ -110,13 +110,13 @@ def _time_ratio(what_if: WhatIf, after: MemoryPrediction) -> float | None:
     return step_time(after.work, rates).seconds / step_time(what_if.base().work, rates).seconds
 
 
-# What is written stays; what a stack would set is planned.
+# What is written stays; what a preset would set is planned.
 def _plan(
     what_if: WhatIf, written: Mapping[str, Any], limit_s: float, refused: Collection[str]
 ) -> Plan | None:
     gpu = what_if.gpu
     assert gpu is not None, "called with a GPU to fit"
-    settings = {n: v for n, v in written.items() if n not in ("stack", "budget")}
+    settings = {n: v for n, v in written.items() if n not in ("preset", "budget")}
     what_if = replace(what_if, step=replace(what_if.step, settings=settings))
     exactness = Exactness(written.get("exactness", Exactness.APPROXIMATE.value))
     try:

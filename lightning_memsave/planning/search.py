@@ -461,7 +461,7 @@ class PlanSearch:
 
 
 # Not of what is trained, or not in a plan.
-_NEITHER = ("stack", "budget", "report", "predict")
+_NEITHER = ("preset", "budget", "report", "predict")
 
 
 def search_for(

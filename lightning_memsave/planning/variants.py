@@ -168,7 +168,7 @@ class Variants:
         return other
 
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""
+        """Complete changes to arguments of `MemSaveCallback` that leave nothing to a preset."""
         no_limit = {"host_budget": NO_LIMIT} if self.is_smallest else {}
         settings = {**self._off, **self._details, **changes, **no_limit}
         return settings | unused_details({**self.what_if.step.settings, **settings}, self._open)

@@ -20,11 +20,11 @@ from lightning_memsave.prediction.fake.tensors import FakeTensors, real_tensors
 from lightning_memsave.prediction.simulate import MAX_STEPS
 from lightning_memsave.prediction.user_code import build_module
 from lightning_memsave.prediction.wrapped_module import installed_package, is_lightning, wrap
-from lightning_memsave.techniques.registry import with_stack
+from lightning_memsave.techniques.registry import with_preset
 from lightning_memsave.trainer.precision import EMULATED, full_name
 
 TIME_LIMIT_S = 300.0
-OFF: Mapping[str, Any] = {"stack": "off"}
+OFF: Mapping[str, Any] = {"preset": "off"}
 """Arguments of `MemSaveCallback` with which nothing is on."""
 MakeOptimizer = Callable[..., Optimizer]
 ComputeLoss = Callable[[Any, Any], Tensor]
@@ -86,16 +86,16 @@ class TrainingStep:
     def arguments(self) -> Mapping[str, Any]:
         """All arguments of `MemSaveCallback`; an ``"auto"`` precision is resolved."""
         arguments = dict(self._given)
-        if with_stack(arguments)["precision"] == "auto":
+        if with_preset(arguments)["precision"] == "auto":
             arguments["precision"] = self._auto_precision()
         return MappingProxyType(arguments | dict.fromkeys(self.emulated))
 
     @cached_property
     def emulated(self) -> dict[str, str]:
-        """Settings of the stack that stay off without native bfloat16: value and reason by name."""
-        arguments = with_stack(self._given)
+        """Settings of the preset that stay off without native bfloat16: value and reason."""
+        arguments = with_preset(self._given)
         names = ("precision", "low_precision_weights")
-        own = [name for name in names if name not in arguments["from_stack"]]
+        own = [name for name in names if name not in arguments["from_preset"]]
         chosen = str(self.trainer_settings.get("precision", 32))
         if (
             self.device != "cuda"
@@ -111,8 +111,8 @@ class TrainingStep:
 
     @cached_property
     def effective_settings(self) -> Mapping[str, Any]:
-        """All arguments of `MemSaveCallback`; ``"auto"`` is resolved to the stack's values."""
-        return MappingProxyType(with_stack(self.arguments))
+        """All arguments of `MemSaveCallback`; ``"auto"`` is resolved to the preset's values."""
+        return MappingProxyType(with_preset(self.arguments))
 
     @cached_property
     def trainer_settings(self) -> Mapping[str, Any]:
@@ -179,10 +179,10 @@ def as_code(make_callback: Callable[..., Any], settings: Mapping[str, Any]) -> s
 def changed_arguments(
     make_callback: Callable[..., Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Give the arguments of a `MemSaveCallback` that differ from the defaults, the stack first."""
+    """Give the arguments of a `MemSaveCallback` that differ from the defaults, the preset first."""
     defaults, arguments = make_callback().arguments, make_callback(**settings).arguments
     shown = [n for n, v in arguments.items() if v != defaults[n]]
-    return {name: arguments[name] for name in sorted(shown, key=lambda name: name != "stack")}
+    return {name: arguments[name] for name in sorted(shown, key=lambda name: name != "preset")}
 
 
 def _quoted(value: Any) -> str:

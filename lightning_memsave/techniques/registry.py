@@ -1,4 +1,4 @@
-"""Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its stacks."""
+"""Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its presets."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import Optimiz
 
 @dataclass(frozen=True)
 class Entry:
-    """An argument of `MemSaveCallback` whose value is set by stacks."""
+    """An argument of `MemSaveCallback` whose value is set by presets."""
 
     argument: str
     technique: type[Technique[Any]] | None = None
@@ -38,7 +38,7 @@ class Entry:
 
     @classmethod
     def of(cls, technique: type[Technique[Any]], **values: Any) -> "Entry":
-        """Make the entry of a technique, with its values in the stacks."""
+        """Make the entry of a technique, with its values in the presets."""
         return cls(
             technique.argument,
             technique,
@@ -89,13 +89,13 @@ _ENTRIES = (
     Entry.of(OptimizerInBackward, bitwise=True, single_gpu=True),
 )
 
-STACKS = ("off", *_ON)
+PRESETS = ("off", *_ON)
 """Presets: everything off, the defaults, everything that keeps training bit for bit the same, and
 the least memory on a single GPU without and with host memory."""
 BARE = "classic"
-"""The default stack."""
-SMALLER_STACK = "single_gpu"
-"""What takes the place of `stack="offload"` where nothing can be on the host."""
+"""The default preset."""
+SMALLER_PRESET = "single_gpu"
+"""What takes the place of `preset="offload"` where nothing can be on the host."""
 BESIDE_OFFLOAD: Mapping[str, Any] = {"optimizer": None, "low_precision_weights": "master"}
 """What takes the place of other values where weights are on the host: there is room for whole
 state, and updates are made in float32."""
@@ -120,16 +120,16 @@ def techniques() -> tuple[type[Technique[Any]], ...]:
 
 
 def frees_early(arguments: Mapping[str, Any]) -> bool:
-    """Say whether tensors are freed early: always, unless `stack="off"` is all that was written."""
+    """Say whether tensors are freed early: always, unless `preset="off"` is all that is given."""
     names = [*(entry.argument for entry in _ENTRIES), "accumulate_grad_batches"]
     values = [arguments[name] for name in names]
     is_on = any(value is not None and value is not False for value in values)
-    return arguments["stack"] != "off" or is_on
+    return arguments["preset"] != "off" or is_on
 
 
-def values_of(stack: str) -> dict[str, Any]:
-    """Return the arguments that a stack sets, by name."""
-    return {e.argument: None if stack == "off" else getattr(e, stack) for e in _ENTRIES}
+def values_of(preset: str) -> dict[str, Any]:
+    """Return the arguments that a preset sets, by name."""
+    return {e.argument: None if preset == "off" else getattr(e, preset) for e in _ENTRIES}
 
 
 _GONE = ("early_release", "eval_micro_batch_size", "force_8bit", "keep_32bit", "optimizer_kwargs")
@@ -176,15 +176,17 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     values |= unused_details({**arguments, **values}, open_arguments)
     # What is on in a plan is applied or refused: without it the plan would not hold.
     left_out = tuple(name for name, value in values.items() if value in (None, "auto"))
-    return {**arguments, **values, "from_stack": left_out}
+    return {**arguments, **values, "from_preset": left_out}
 
 
-def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """List what a stack may set beside weights on the host, from fast to small."""
-    found = with_stack(arguments)
-    stack = BARE if arguments["stack"] is None else arguments["stack"]
+def preset_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """List what a preset may set beside weights on the host, from fast to small."""
+    found = with_preset(arguments)
+    preset = BARE if arguments["preset"] is None else arguments["preset"]
     limit = Exactness(arguments["exactness"])
-    on = {e.argument for e in _ENTRIES if stack == "offload" or getattr(e, stack, None) is not None}
+    on = {
+        e.argument for e in _ENTRIES if preset == "offload" or getattr(e, preset, None) is not None
+    }
     exactness = {e.argument: e.exactness for e in _ENTRIES}
 
     def may_set(name: str, value: Any) -> bool:
@@ -192,36 +194,36 @@ def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             return bool(arguments[name] == "auto")
         if name == "optimizer" and "embeddings" in str(arguments["offload"]):
             return False
-        is_open = name in found["from_stack"] and stack != "off"
+        is_open = name in found["from_preset"] and preset != "off"
         return is_open and (name in on or name in FINAL) and limit.allows(exactness[name])
 
-    first = {name: found[name] for name in found["from_stack"]}
+    first = {name: found[name] for name in found["from_preset"]}
     for form in forms_on_host(first, may_set):
         yield {n: v for n, v in form.items() if n not in found or v != found[n]}
 
 
-def with_stack(
+def with_preset(
     arguments: Mapping[str, Any], form: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Replace ``"auto"`` by the values of the stack; with a budget, by those without a plan yet."""
-    if arguments.get("budget") is not None and arguments["stack"] is None:
+    """Replace ``"auto"`` by values of the preset; with a budget, by those without a plan yet."""
+    if arguments.get("budget") is not None and arguments["preset"] is None:
         return with_plan(arguments, {})
-    stack = BARE if arguments["stack"] is None else arguments["stack"]
-    if not isinstance(stack, str) or stack not in STACKS:
+    preset = BARE if arguments["preset"] is None else arguments["preset"]
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigurationError(
-            f"`stack={stack!r}` is not a valid stack. Use {', '.join(map(repr, STACKS))}, or "
+            f"`preset={preset!r}` is not a valid preset. Use {', '.join(map(repr, PRESETS))}, or "
             "`None`."
         )
-    values = values_of(stack)
+    values = values_of(preset)
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
     what = getattr(arguments["offload"], "what", arguments["offload"])
     if what is True or not {"optimizer", "parameters"}.isdisjoint(str(what).split("+")):
         instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
         missing |= instead | dict.fromkeys((n for n in FINAL if n in missing), None)
     missing |= form or {}
-    # A name written beside it keeps the state of embeddings in 8 bits, as the stack does.
+    # A name written beside it keeps the state of embeddings in 8 bits, as the preset does.
     own = arguments["optimizer"]
     is_8bit = isinstance(own, str) and "8bit" in own and not problems_of_name(own)
     if is_8bit and values["optimizer"] == ALL_8BIT:
         arguments = {**arguments, "optimizer": replace(ALL_8BIT, optimizer=own)}
-    return {**arguments, **missing, "from_stack": tuple(missing)}
+    return {**arguments, **missing, "from_preset": tuple(missing)}

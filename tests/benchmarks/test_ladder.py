@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks._common import run_in_process
-from benchmarks.convergence.__main__ import judge as judge_stacks
-from benchmarks.convergence.__main__ import make_text as make_stack_text
+from benchmarks.convergence.__main__ import judge as judge_presets
+from benchmarks.convergence.__main__ import make_text as make_preset_text
 from benchmarks.ladder import __main__ as ladder
 from benchmarks.ladder._data import Collate, Samples
 from benchmarks.ladder._observers import Meter
@@ -312,7 +312,7 @@ def test_every_row_of_the_ladder_trains_on_text():
     assert found["validation_losses"][4] < found["validation_losses"][2]
 
 
-def test_a_stack_passes_if_its_mean_is_as_near_as_seeds_are_to_each_other():
+def test_a_preset_passes_if_its_mean_is_as_near_as_seeds_are_to_each_other():
     def ends_with(*finals: float) -> dict[int, dict[int, float]]:
         return {seed: {2: 9.0, 4: final} for seed, final in enumerate(finals)}
 
@@ -322,7 +322,7 @@ def test_a_stack_passes_if_its_mean_is_as_near_as_seeds_are_to_each_other():
         "classic": ends_with(3.3, 3.4, 3.5),
         "single_gpu, Kahan": ends_with(3.05),
     }
-    verdicts = judge_stacks(losses)
+    verdicts = judge_presets(losses)
     assert {row: verdict["passes"] for row, verdict in verdicts.items()} == {
         "float32": True,
         "single_gpu": True,
@@ -330,11 +330,11 @@ def test_a_stack_passes_if_its_mean_is_as_near_as_seeds_are_to_each_other():
         "single_gpu, Kahan": True,
     }
     assert verdicts["single_gpu, Kahan"]["difference"] == pytest.approx(0.05)
-    assert "| single_gpu, Kahan" in make_stack_text(losses)
+    assert "| single_gpu, Kahan" in make_preset_text(losses)
 
 
 @pytest.mark.slow
-def test_a_stack_trains_on_text():
+def test_a_preset_trains_on_text():
     from benchmarks.convergence._run import train
 
     found = train("single_gpu", 0, is_dry=True)

@@ -1,4 +1,4 @@
-"""What a step asks of a GPU: limits for the stacks, and what is counted for operators one knows."""
+"""What a step asks of a GPU: limits for presets, and what is counted for operators one knows."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LIMITED = [name for name, row in ROWS.items() if row.limit]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Found]:
-    """The stacks on RoBERTa 84M, and what they are compared with; clipped and not."""
+    """The presets on RoBERTa 84M, and what they are compared with; clipped and not."""
     (model,) = (model for name, model in MODELS.items() if "RoBERTa" in name)
     by_hand = {ROWS[name].reference for name in LIMITED}
     names = {*LIMITED, *by_hand, *(ROWS[name].reference for name in by_hand), "plain"}
@@ -23,7 +23,7 @@ def found() -> dict[str, Found]:
 
 
 @pytest.mark.slow
-def test_stacks_are_within_their_limits(found):
+def test_presets_are_within_their_limits(found):
     claims = check_claims("RoBERTa", found)
     assert len(claims) == len(LIMITED) + sum(bool(ROWS[name].reference) for name in found)
     assert [claim for claim, holds in claims.items() if not holds] == []

@@ -267,7 +267,7 @@ def trained_by_hand(lit: Tagger, batches: list[Any], window: int) -> list[Tensor
 
 def trained(lit: Any, batches: list[Any], **settings: Any) -> tuple[list[Tensor], MemSaveCallback]:
     callback = MemSaveCallback(
-        **{"stack": "off", "micro_batch_size": MicroBatching("auto"), **settings},
+        **{"preset": "off", "micro_batch_size": MicroBatching("auto"), **settings},
         predict=False,
         report=False,
     )

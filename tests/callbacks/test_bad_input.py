@@ -74,8 +74,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"exactness": "bitwise", "optimizer": "8bit"}, r"or `optimizer=None`"),
     ({"exactness": "rounding", "precision": "bf16-mixed"}, r"Use `exactness='approximate'`"),
     ({"report": "memsave.json"}, r"Use one of `report=True`"),
-    *(({"stack": wrong}, r"Use 'off', 'classic', 'bitwise'") for wrong in ("all", "", 1, True)),
-    ({"stack": ["bitwise"]}, r"Use 'off', 'classic', 'bitwise'"),
+    *(({"preset": wrong}, r"Use 'off', 'classic', 'bitwise'") for wrong in ("all", "", 1, True)),
+    ({"preset": ["bitwise"]}, r"Use 'off', 'classic', 'bitwise'"),
     *(
         ({"activation_checkpointing": wrong}, r'Use "all", "nested"')
         for wrong in (

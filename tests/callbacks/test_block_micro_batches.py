@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_prediction")
 def only(**settings: Any) -> MemSaveCallback:
     quiet: dict[str, Any] = {"predict": False, "report": False}
     given: dict[str, Any] = {
-        "stack": "off",
+        "preset": "off",
         "block_micro_batch_size": 1,
         "activation_checkpointing": "all",
     }

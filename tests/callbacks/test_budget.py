@@ -66,7 +66,7 @@ def no_failures_left():
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[float], dict[str, Tensor], int]:
-    callback = MemSaveCallback(stack="off", precision="32-true")
+    callback = MemSaveCallback(preset="off", precision="32-true")
     losses, state, _ = fit(encoder(), callback)
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
@@ -244,7 +244,7 @@ def lit_of(model: type[nn.Module], argument: Any, batch_size: int) -> Any:
 
 
 def plain_fit(lit: Any) -> tuple[list[float], int]:
-    callback = MemSaveCallback(stack="off", precision="32-true")
+    callback = MemSaveCallback(preset="off", precision="32-true")
     losses, _, _ = fit(lit, callback)
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
@@ -431,9 +431,9 @@ def test_wrong_budgets_are_refused_with_what_to_type(budget, why):
     assert 'Use a size such as `budget="12GiB"`' in str(failure.value)
 
 
-def test_a_stack_beside_a_budget_is_refused():
+def test_a_preset_beside_a_budget_is_refused():
     with pytest.raises(ConfigurationError, match="Remove one of the two"):
-        MemSaveCallback(budget="1GiB", stack="off")
+        MemSaveCallback(budget="1GiB", preset="off")
 
 
 def test_more_than_the_device_has_is_refused():

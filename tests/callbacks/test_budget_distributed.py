@@ -53,7 +53,7 @@ def train(*callbacks: Any, **arguments: Any) -> Notes:
 BUDGET = 6 * 2**20
 
 SCENARIOS = {
-    "plain": lambda: train(stack="off"),
+    "plain": lambda: train(preset="off"),
     "planned": lambda: train(budget=BUDGET),
     "failing": lambda: train(FailsOnOneRank(), budget=BUDGET),
     "infeasible": lambda: train(budget="1MiB"),

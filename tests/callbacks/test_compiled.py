@@ -120,7 +120,7 @@ def fit_compiled(
     tokens: Any = torch.randint(96, (12, 16), generator=torch.Generator().manual_seed(0))
     data = DataLoader(tokens, 4)
     seen = Seen()
-    callback = MemSaveCallback(stack="off", **settings, predict=False, report=False)
+    callback = MemSaveCallback(preset="off", **settings, predict=False, report=False)
     limits = {"limit_val_batches": 1 if "micro_batch_size" in settings else 0}
     trainer = make_trainer(pl, callback, seen, **limits, **trainer_settings)
     lit = compiled_lit(way)
@@ -227,9 +227,9 @@ def test_works_or_is_refused(name, way):
 
 @pytest.mark.parametrize("way", ["lit", "model"])
 @pytest.mark.daily(2)
-def test_a_stack_leaves_out_what_would_be_refused(way):
+def test_a_preset_leaves_out_what_would_be_refused(way):
     torch._dynamo.reset()
-    callback = MemSaveCallback(stack="single_gpu", predict=False, report=False)
+    callback = MemSaveCallback(preset="single_gpu", predict=False, report=False)
     tokens: Any = torch.randint(96, (4, 16))
     data = DataLoader(tokens, 4)
     make_trainer(pl, callback, limit_val_batches=0).fit(compiled_lit(way), data)

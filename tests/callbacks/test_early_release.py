@@ -138,7 +138,7 @@ class BackwardPeak(Callback):
 def fit_with(module, *others, is_on=True):
     peak = BackwardPeak()
     precision = "32-true" if is_on else None  # what Lightning does by itself
-    callback = MemSaveCallback(stack="off", precision=precision, predict=False, report=False)
+    callback = MemSaveCallback(preset="off", precision=precision, predict=False, report=False)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = dict.fromkeys(off, False)
     torch.manual_seed(1)

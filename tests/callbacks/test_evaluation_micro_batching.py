@@ -30,7 +30,7 @@ def only(size: Any, **settings: Any) -> MemSaveCallback:
     """Micro-batches and nothing else; a number is refused where evaluation cannot be split."""
     technique = None if size is None else MicroBatching(size, evaluation=True)
     quiet: dict[str, Any] = {"predict": False, "report": False}
-    return MemSaveCallback(**({"stack": "off", "micro_batch_size": technique} | quiet | settings))
+    return MemSaveCallback(**({"preset": "off", "micro_batch_size": technique} | quiet | settings))
 
 
 def batches() -> DataLoader[Any]:
@@ -341,7 +341,7 @@ def test_what_may_not_be_split_is_not(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_number_for_training_cannot_split_stays_whole(name):
-    callback = MemSaveCallback(stack="off", micro_batch_size=4, predict=False, report=False)
+    callback = MemSaveCallback(preset="off", micro_batch_size=4, predict=False, report=False)
     assert validate(token_lit(name), callback)[0] == validate(token_lit(name))[0]
     shown = {row.name: row for row in callback.rows}["evaluation"]
     assert "`validation_step` passes whole: " in shown.details[-1]

@@ -1,4 +1,4 @@
-"""What the user wrote is set or refused; what is left to a stack has a row and costs nothing."""
+"""What the user wrote is set or refused; what is left to a preset has a row and costs nothing."""
 
 import copy
 import json
@@ -83,7 +83,7 @@ def test_what_is_so_already_is_not_refused():
     lit = make_lit(model="eager_bert")
     lit.model.bert.activation_checkpointing_enable()
     lit.model.bert.config._attn_implementation_internal = "sdpa"
-    callback = MemSaveCallback("all", attention="sdpa", stack="off")
+    callback = MemSaveCallback("all", attention="sdpa", preset="off")
     fit(lit, callback)
     rows = rows_of(callback)
     assert "themselves already" in rows["activation_checkpointing"].details[0]
@@ -120,8 +120,8 @@ class TestSmallestSaving:
         fit(make_lit(), callback)
         assert rows_of(callback)["optimizer"].status == "on"
 
-    def test_in_a_stack_for_the_least_memory_small_ones_add_up(self):
-        callback = MemSaveCallback(stack="single_gpu")
+    def test_in_a_preset_for_the_least_memory_small_ones_add_up(self):
+        callback = MemSaveCallback(preset="single_gpu")
         fit(make_lit(), callback)
         rows = rows_of(callback)
         assert rows["low_precision_weights"].status == rows["optimizer"].status == "on"

@@ -283,7 +283,7 @@ def test_training_is_the_same_bit_for_bit() -> None:
 
 
 def test_memsave_callback_finds_it_too(said: Any) -> None:
-    lit, callback = make(outputs), MemSaveCallback(stack="off", predict=False)
+    lit, callback = make(outputs), MemSaveCallback(preset="off", predict=False)
     make_trainer(PACKAGES["lightning"], callback).fit(lit, Lengths(180))
     (note,) = json.loads(Path("memsave_report.json").read_text())["measured"]["notes"]
     assert said() == [note]

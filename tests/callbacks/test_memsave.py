@@ -257,7 +257,7 @@ class TestNothingSilent:
         report = json.loads((Path(logger.log_dir) / "memsave_report.json").read_text())
         assert report["status"] == "finished"
         assert report["settings"]["optimizer"] == "auto"
-        assert report["settings"]["stack"] is None
+        assert report["settings"]["preset"] is None
         assert report["settings"]["predict"] is True
         assert {row["name"] for row in report["changes"]} == {
             "micro_batch_size",

@@ -42,7 +42,7 @@ LIGHTNING = PACKAGES["lightning"]
 def only(**settings: Any) -> MemSaveCallback:
     """Offloading and nothing else."""
     quiet: dict[str, Any] = {"predict": False, "report": False}
-    return MemSaveCallback(**({"stack": "off", "offload": "optimizer"} | quiet | settings))
+    return MemSaveCallback(**({"preset": "off", "offload": "optimizer"} | quiet | settings))
 
 
 @pytest.fixture(params=PACKAGES)
@@ -179,14 +179,14 @@ class TestBitwise:
 
     def test_micro_batches_are_added_up_on_the_host(self):
         lit = make_lit()
-        plain = fit(lit, MemSaveCallback(stack="off", micro_batch_size=2), gradient_clip_val=0.1)
+        plain = fit(lit, MemSaveCallback(preset="off", micro_batch_size=2), gradient_clip_val=0.1)
         saving = fit(lit, only(micro_batch_size=2), gradient_clip_val=0.1)
         assert_same(plain, saving)
 
     def test_8bit_state_is_on_the_host_too(self):
         lit = make_lit()
         quiet: dict[str, Any] = {"predict": False, "report": False}
-        plain = fit(lit, MemSaveCallback(stack="off", optimizer="8bit", **quiet))
+        plain = fit(lit, MemSaveCallback(preset="off", optimizer="8bit", **quiet))
         saving = fit(lit, only(optimizer="8bit"))
         assert_same(plain, saving)
 
@@ -276,10 +276,10 @@ class TestLossOutsideOfTheModel:
         assert torch.equal(*losses)
         assert rows_of(saving)["chunked_cross_entropy"].status == "on"
 
-    def test_in_the_stack(self):
+    def test_in_the_preset(self):
         chunked = ChunkedCrossEntropy(heads="model.head")
         callback = MemSaveCallback(
-            stack="offload", chunked_cross_entropy=chunked, predict=False, report=False
+            preset="offload", chunked_cross_entropy=chunked, predict=False, report=False
         )
         fit(self.lit(), callback, **SETTINGS["validated"])
         assert rows_of(callback)["offload"].status == "on"
@@ -421,7 +421,7 @@ class TestMemory:
     @pytest.mark.parametrize("what", ["optimizer", "parameters"])
     def test_of_half_precision_is_predicted(self, what):
         """The proof of the loss computes in float32, and needs no more than a step."""
-        callback = MemSaveCallback(stack="single_gpu", offload=what, predict=60, report=False)
+        callback = MemSaveCallback(preset="single_gpu", offload=what, predict=60, report=False)
         fit(silent_lit("eager_bert"), callback)
         assert callback.prediction is not None
         assert callback.prediction.peak_bytes == peak_of(callback)
@@ -544,9 +544,9 @@ def peak_of(callback: MemSaveCallback) -> int:
 
 
 class TestMasters:
-    def test_of_a_stack(self):
-        """Stacks that update on the device leave it to the host."""
-        callback = only(stack="single_gpu", precision="bf16-mixed", low_precision_weights="master")
+    def test_of_a_preset(self):
+        """Presets that update on the device leave it to the host."""
+        callback = only(preset="single_gpu", precision="bf16-mixed", low_precision_weights="master")
         losses, state, _ = fit(make_lit(), callback, max_epochs=2)
         rows = rows_of(callback)
         assert (
@@ -730,9 +730,9 @@ def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes
         fit(lit, only(host_budget=needed - 1, **how))
 
 
-class TestStack:
+class TestPreset:
     def test_is_on(self):
-        callback = MemSaveCallback(stack="offload", predict=False, report=False)
+        callback = MemSaveCallback(preset="offload", predict=False, report=False)
         fit(make_lit(model="transformer"), callback)
         rows = rows_of(callback)
         on = {"offload", "low_precision_weights", "activation_checkpointing", "precision"}
@@ -742,7 +742,7 @@ class TestStack:
 
     def test_is_bitwise_on_a_cpu(self):
         callback = MemSaveCallback(
-            stack="offload", exactness="bitwise", predict=False, report=False
+            preset="offload", exactness="bitwise", predict=False, report=False
         )
         make_trainer(LIGHTNING, callback, max_epochs=1).fit(make_lit())
         row = rows_of(callback)["offload"]
@@ -769,7 +769,7 @@ class TestStack:
         lit = make_lit(model="transformer")
         num_elements = sum(p.numel() for p in lit.parameters())
         callback = MemSaveCallback(
-            stack="offload", host_budget=num_bytes * num_elements, predict=False, report=False
+            preset="offload", host_budget=num_bytes * num_elements, predict=False, report=False
         )
         fit(lit, callback)
         rows = rows_of(callback)
@@ -779,21 +779,21 @@ class TestStack:
         assert len(why) == (num_bytes < 18)
         assert all("without, the host needs " in detail for detail in why)
 
-    def test_without_memory_on_the_host_is_the_next_smaller_stack(self):
+    def test_without_memory_on_the_host_is_the_next_smaller_preset(self):
         rows = []
-        for settings in ({"stack": "offload", "host_budget": 2**10}, {"stack": "single_gpu"}):
+        for settings in ({"preset": "offload", "host_budget": 2**10}, {"preset": "single_gpu"}):
             callback = MemSaveCallback(predict=False, report=False, **settings)
             fit(make_lit(model="transformer"), callback)
             rows.append(rows_of(callback))
         least = rows[0].pop("offload")
         assert least.status == "off"
-        assert "of host memory: `host_budget` is 1.00 KiB; as `stack='single_gpu'`" in str(least)
-        assert rows[0] | {"stack": None} == rows[1] | {"stack": None}
+        assert "of host memory: `host_budget` is 1.00 KiB; as `preset='single_gpu'`" in str(least)
+        assert rows[0] | {"preset": None} == rows[1] | {"preset": None}
 
     def test_of_others_yields_to_what_the_host_has(self):
         lit = make_lit(model="transformer")
         needed = 11 * sum(p.numel() for p in lit.parameters())
-        how: dict[str, Any] = {"stack": "classic", "predict": False, "report": False}
+        how: dict[str, Any] = {"preset": "classic", "predict": False, "report": False}
         callback = MemSaveCallback(offload="optimizer", host_budget=needed, **how)
         fit(lit, callback)
         assert rows_of(callback)["optimizer"].value == "'8bit'"
@@ -818,7 +818,7 @@ class TestStack:
         lit = silent_lit("classifier")
         lit.model = Tied()
         callback = MemSaveCallback(
-            stack="offload", chunked_cross_entropy=None, predict=False, report=False
+            preset="offload", chunked_cross_entropy=None, predict=False, report=False
         )
         fit(lit, callback, max_steps=1)
         row = rows_of(callback)["offload"]
@@ -835,7 +835,7 @@ def keeping_tables(rounding: str) -> LowPrecisionWeights:
 
 def test_tables_alone_turn_off_nothing():
     tables = Offloading("embeddings", min_table_bytes=4)
-    callback = only(stack="single_gpu", offload=tables)
+    callback = only(preset="single_gpu", offload=tables)
     lit = make_lit(model=nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)))
     type(lit).training_step = lambda self, batch, index: (
         self.model(batch.argsort(-1)).square().mean()
@@ -907,12 +907,12 @@ def test_tables_have_the_same_bits_beside(name):
 
 @pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])
 @pytest.mark.parametrize("in_backward", [None, True])
-def test_tables_of_a_stack_of_one_gpu(in_backward, clip):
-    """Each runs, or is refused in words; a stack keeps what goes together."""
+def test_tables_of_a_preset_of_one_gpu(in_backward, clip):
+    """Each runs, or is refused in words; a preset keeps what goes together."""
     tables = Offloading("embeddings", min_table_bytes=4)
     how: dict[str, Any] = {"optimizer_in_backward": True} if in_backward else {}
     callback = MemSaveCallback(
-        stack="single_gpu", offload=tables, predict=False, report=False, **how
+        preset="single_gpu", offload=tables, predict=False, report=False, **how
     )
     if in_backward and clip:
         with pytest.raises(IncompatibleError, match="the norm of all gradients is known only"):
@@ -948,7 +948,7 @@ class Widens(nn.Linear):
 
 def test_a_forward_that_changes_the_type_of_a_weight_is_refused():
     half = {"precision": "bf16-mixed", "low_precision_weights": "master"}
-    callback = only(stack="off", offload="parameters", **half)
+    callback = only(preset="off", offload="parameters", **half)
     lit = make_lit(model=nn.Sequential(*(Widens(64, 64, bias=False) for _ in range(3))))
     before = [param.clone() for param in lit.parameters()]
     with pytest.raises(IncompatibleError, match="forward replaces it by") as caught:

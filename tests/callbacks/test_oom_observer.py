@@ -262,7 +262,7 @@ class TestWithMemSaveCallback:
 
         next(lit.parameters()).register_hook(after_an_update)
         suite = MemSaveCallback(
-            stack="off", micro_batch_size=MicroBatching("auto"), optimizer_in_backward=True
+            preset="off", micro_batch_size=MicroBatching("auto"), optimizer_in_backward=True
         )
         _, error = fit_until_out_of_memory(
             package, lit, suite, OOMObserver(predict=False), error=MemoryExhaustedError
@@ -570,7 +570,7 @@ class TestAdviceOfTheTable:
         assert any("split_batch" in text for row in suite.rows for text in row.details)
 
     def test_has_what_is_neither_on_nor_refused(self, package):
-        note, _ = self.notes(package, self.lists_of_boxes(package), stack="off", attention=None)
+        note, _ = self.notes(package, self.lists_of_boxes(package), preset="off", attention=None)
         assert '`activation_checkpointing="all"`' in note
         assert '`optimizer="8bit"`' in note
 
@@ -600,7 +600,7 @@ class TestRemedies:
         remedies = found["sections"]["What would have helped"]
         unchanged, *others = remedies.values()
         assert next(iter(remedies)) == "unchanged"
-        assert 'MemSaveCallback(stack="off", optimizer="8bit")' in remedies
+        assert 'MemSaveCallback(preset="off", optimizer="8bit")' in remedies
         assert all(other["peak_bytes"] < unchanged["peak_bytes"] for other in others)
         measured = MemSaveCallback(
             None, optimizer=None, precision=None, micro_batch_size=None, predict=False

@@ -351,7 +351,7 @@ class TestArgumentsThatYield:
     def test_single_gpu(self, make_optimizer, model, beside):
         lit = lit_with(configure_optimizers=lambda self: make_optimizer(trained(self)))
         lit.model = model()
-        fit(lit, callback := MemSaveCallback(stack="single_gpu", **beside))
+        fit(lit, callback := MemSaveCallback(preset="single_gpu", **beside))
         assert callback.prediction is not None, callback._prediction.note
 
 

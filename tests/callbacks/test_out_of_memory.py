@@ -59,7 +59,7 @@ def storage_of(value: Any) -> int:
 
 def everything(**settings: Any) -> MemSaveCallback:
     defaults = {"micro_batch_size": None}
-    return MemSaveCallback(stack="single_gpu", **(defaults | settings))
+    return MemSaveCallback(preset="single_gpu", **(defaults | settings))
 
 
 class TestUndo:

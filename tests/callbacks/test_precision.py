@@ -89,7 +89,7 @@ def test_auto_leaves_a_plugin(package):
 
 def test_a_refused_fit_and_an_evaluation_leave_the_precision(package):
     refused = MemSaveCallback(
-        "all", blocks="NoSuchBlock", stack="off", precision="bf16-mixed", report=False
+        "all", blocks="NoSuchBlock", preset="off", precision="bf16-mixed", report=False
     )
     trainer = make_trainer(package, refused)
     before = trainer.precision_plugin
@@ -212,16 +212,16 @@ class TestAutoOnCuda:
         assert chosen is None
         assert f"`{type(lit.model).__name__}` overflow in float16" in reason
         assert "16-mixed" not in reason
-        stack = MemSaveCallback(stack="single_gpu")._settings.find(PrecisionSetting)
-        assert "16-mixed" not in stack.check(trainer, lit)[0].why
+        preset = MemSaveCallback(preset="single_gpu")._settings.find(PrecisionSetting)
+        assert "16-mixed" not in preset.check(trainer, lit)[0].why
         asked = PrecisionSetting("16-true")  # mixed is not for CPUs, which Lightning sees here
         asked.apply(trainer, lit)
         assert "overflow in float16: watch for a loss" in asked.rows[0].details[-1]
 
     @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
-    def test_a_stack_yields_without_it(self, capability):
+    def test_a_preset_yields_without_it(self, capability):
         trainer, lit = make_trainer(), make_lit()
-        settings = MemSaveCallback(stack="single_gpu")._settings
+        settings = MemSaveCallback(preset="single_gpu")._settings
         precision, weights = (
             settings.find(PrecisionSetting),
             settings.find(LowPrecisionWeightsSetting),
@@ -286,24 +286,24 @@ class TestPredictionForOldGPUs:
             trainer_arguments=trainer_arguments,
         )
 
-    def test_a_stack_is_without_bfloat16(self):
-        old = self.predict("T4", stack="single_gpu")
+    def test_a_preset_is_without_bfloat16(self):
+        old = self.predict("T4", preset="single_gpu")
         assert "emulates it, which is slow" in old.ineffective["precision"]
         assert "emulates it, which is slow" in old.ineffective["low_precision_weights"]
         assert "without precision 'bf16-mixed': this GPU has no bfloat16" in str(old)
         settings = {"precision": None, "low_precision_weights": None}
-        same = self.predict("T4", stack="single_gpu", **settings)
+        same = self.predict("T4", preset="single_gpu", **settings)
         assert old.peak_bytes == same.peak_bytes
-        assert "precision" not in self.predict("A100-40GB", stack="single_gpu").ineffective
-        assert self.predict("T4", stack="classic").ineffective.get("precision") is None
+        assert "precision" not in self.predict("A100-40GB", preset="single_gpu").ineffective
+        assert self.predict("T4", preset="classic").ineffective.get("precision") is None
 
     def test_what_is_given_is_set(self):
-        given = self.predict("T4", stack="single_gpu", precision="bf16-mixed")
+        given = self.predict("T4", preset="single_gpu", precision="bf16-mixed")
         assert "precision" not in given.ineffective
-        given = self.predict("T4", stack="single_gpu", low_precision_weights="kahan")
+        given = self.predict("T4", preset="single_gpu", low_precision_weights="kahan")
         assert not {"precision", "low_precision_weights"} & set(given.ineffective)
         chosen = {"precision": "bf16-mixed"}
-        assert "precision" not in self.predict("T4", chosen, stack="single_gpu").ineffective
+        assert "precision" not in self.predict("T4", chosen, preset="single_gpu").ineffective
 
 
 @pytest.mark.parametrize("is_new", [False, True])

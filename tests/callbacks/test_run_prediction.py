@@ -179,7 +179,7 @@ class TestPredictedEqualsMeasured:
 
         for kept_bytes in (0, None):
             technique = OptimizerInBackward(kept_bytes=kept_bytes)
-            callback = MemSaveCallback(stack="off", optimizer_in_backward=technique)
+            callback = MemSaveCallback(preset="off", optimizer_in_backward=technique)
             lit = lit_with(on_train_batch_end=on_train_batch_end)
             lit.model = wide()
             fit(

@@ -23,10 +23,10 @@ def test_settings_are_named_where_a_module_fails():
         return self.model(batch[:, :3]).sum()
 
     for name, value in (("activation_checkpointing", "all"), ("offload", "parameters")):
-        found = notes_of(step, **{"stack": "off", name: value})
+        found = notes_of(step, **{"preset": "off", name: value})
         assert f"by `{name}={value!r}`." in found
-    assert '`MemSaveCallback(stack="off")`' in found
-    assert not notes_of(step, stack="off")
+    assert '`MemSaveCallback(preset="off")`' in found
+    assert not notes_of(step, preset="off")
 
 
 def test_an_error_of_the_step_itself_is_not_theirs():

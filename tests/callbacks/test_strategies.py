@@ -758,9 +758,9 @@ class TestDDP:
 
     def test_everything_at_once(self, report):
         first, second = report("everything")
-        # The line of what only a stack would switch on apart, and what several processes ask for.
+        # The line of what only a preset would switch on apart, and what several processes ask for.
         off = {name for name, status in first["rows"].items() if status != "on"}
-        assert off == {"stack", "evaluation"}
+        assert off == {"preset", "evaluation"}
         assert first["parameters"] == second["parameters"]
         assert first["peak_bytes"] == second["peak_bytes"] > 0
 

@@ -144,7 +144,7 @@ class TestTable:
         type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
         with pytest.raises(IncompatibleError, match="there is no tensor to convert"):
             fit(lit, only(), limit_val_batches=0)
-        callback = MemSaveCallback(stack="single_gpu")
+        callback = MemSaveCallback(preset="single_gpu")
         fit(lit, callback, limit_val_batches=0)
         assert row_of(callback).status == "off"
 
@@ -171,7 +171,7 @@ class TestTable:
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam])
-def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_stack(cls, package):
+def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_preset(cls, package):
     layouts = set()
 
     class Table(package.LightningModule):  # type: ignore[name-defined, misc]
@@ -192,7 +192,7 @@ def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_stack(cls, packa
     lit = Table()
     before = lit.table.weight.detach().clone()
     off: Any = dict.fromkeys(("optimizer", "attention", "chunked_cross_entropy"))
-    callback = MemSaveCallback(None, stack="single_gpu", report=False, predict=False, **off)
+    callback = MemSaveCallback(None, preset="single_gpu", report=False, predict=False, **off)
     make_trainer(package, callback).fit(lit, loader())
     assert layouts == {torch.sparse_coo}
     assert "1 sparse" in row_of(callback).details[0]
@@ -213,24 +213,24 @@ class TestMessages:
     )
     def test_lead_out(self, settings, trainer):
         """Doing what they say is enough."""
-        stack: dict[str, Any] = {"stack": "single_gpu", "predict": False}
+        preset: dict[str, Any] = {"preset": "single_gpu", "predict": False}
         named: Any = {"low_precision_weights": "stochastic"}
         with pytest.raises(IncompatibleError) as caught:
-            fit(make_lit(), MemSaveCallback(**stack, **settings, **named), **trainer)
+            fit(make_lit(), MemSaveCallback(**preset, **settings, **named), **trainer)
         assert "`low_precision_weights=None`" in str(caught.value)
         out: dict[str, Any] = {"precision": None, "low_precision_weights": None}
-        fit(make_lit(), MemSaveCallback(**stack, **out), **trainer)
+        fit(make_lit(), MemSaveCallback(**preset, **out), **trainer)
 
     def test_lead_out_with_a_model_in_bfloat16(self):
-        stack: dict[str, Any] = {"stack": "single_gpu", "predict": False}
+        preset: dict[str, Any] = {"preset": "single_gpu", "predict": False}
         lit = make_lit()
         lit.model.bfloat16()
         way = 'set `low_precision_weights=None` and `precision="bf16-true"`'
         with pytest.raises(IncompatibleError) as caught:
-            fit(lit, MemSaveCallback(**stack, low_precision_weights="stochastic"))
+            fit(lit, MemSaveCallback(**preset, low_precision_weights="stochastic"))
         assert way in str(caught.value)
         out: dict[str, Any] = {"precision": "bf16-true", "low_precision_weights": None}
-        fit(lit, MemSaveCallback(**stack, **out))
+        fit(lit, MemSaveCallback(**preset, **out))
 
     @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
     def test_lead_out_before_there_is_a_trainer(self, precision):
@@ -239,4 +239,4 @@ class TestMessages:
         message = str(caught.value)
         assert "`low_precision_weights='stochastic'` computes in bfloat16" in message
         assert "or set `low_precision_weights=None`" in message
-        MemSaveCallback(stack="single_gpu", precision=precision, low_precision_weights=None)
+        MemSaveCallback(preset="single_gpu", precision=precision, low_precision_weights=None)

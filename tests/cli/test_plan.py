@@ -181,7 +181,7 @@ class TestOneBudget:
         chosen = [row.split()[1:] for row in rows if row.startswith(">")]
         assert [row[2:6] for row in chosen] == [["yes", *chosen[0][3:5], chosen[0][5]]]
         assert any(" NO " in row for row in rows)
-        assert '\nMemSaveCallback(stack="bitwise", activation_checkpointing=' in out
+        assert '\nMemSaveCallback(preset="bitwise", activation_checkpointing=' in out
         assert "=None" not in out.replace("optimizer_in_backward=None", "")
         assert "In the YAML file of LightningCLI:\n\ntrainer:\n  callbacks:\n" in out
         assert "The unchanged step does not fit: it needs 4." in out
@@ -293,7 +293,7 @@ class TestNoPlan:
         (["--gpu", "2GiB", "--budget", "3GiB"], "2.00 GiB of the device. Use at most that"),
         (["--gpu", "T4,A100-40GB", "--budget", "20GiB"], "--budget 20GiB is more than the 14.58"),
         (["--gpu", "T4", "--precision", "f9"], "--precision f9 is not a precision"),
-        (["--gpu", "T4", "--set", "stack=classic"], "Use `stack='off'`, and name"),
+        (["--gpu", "T4", "--set", "preset=classic"], "Use `preset='off'`, and name"),
         (["--gpu", "T4", "--set", "budget=8GiB"], "Use --budget"),
         (["--gpu", "T4", "--set", "optimizer=9bit"], "`optimizer='9bit'`: there is no such"),
         (["--gpu", "T4", "--html", "nowhere/plan.html"], "for example 'plan.html'"),

@@ -139,9 +139,9 @@ class TestLightningCLI:
         plain = json_of(capsys, *arguments, "--no-memsave")
         path = project / "config.yaml"
         config = yaml.safe_load(path.read_text())
-        config["trainer"]["callbacks"][0]["init_args"] = {"stack": False}
-        path.write_text(yaml.safe_dump(config).replace("stack: false", "stack: off"))
-        for options in ([], ["--no-memsave", "--set", "stack=off"]):
+        config["trainer"]["callbacks"][0]["init_args"] = {"preset": False}
+        path.write_text(yaml.safe_dump(config).replace("preset: false", "preset: off"))
+        for options in ([], ["--no-memsave", "--set", "preset=off"]):
             found = json_of(capsys, *arguments, *options)
             assert found["peak_bytes"] == plain["peak_bytes"]
             assert found["settings"] == plain["settings"]

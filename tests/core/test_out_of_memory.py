@@ -99,7 +99,7 @@ LOST = {
     "instruction": "an illegal instruction was encountered",
     "program counter": "invalid program counter",
     "address space": "operation not supported on global/shared address space",
-    "stack": "hardware stack error",
+    "preset": "hardware preset error",
     "ECC": "uncorrectable ECC error encountered",
 }
 

@@ -72,10 +72,12 @@ def test_does_not_report_what_is_nearly_a_trap(name: str, project: Project) -> N
 
 
 @pytest.mark.daily(2)
-@pytest.mark.parametrize("stack", ["off", "classic", "bitwise", "single_gpu"])
-def test_models_of_the_contract_have_no_problem(stack: str) -> None:
+@pytest.mark.parametrize("preset", ["off", "classic", "bitwise", "single_gpu"])
+def test_models_of_the_contract_have_no_problem(preset: str) -> None:
     for name, make in MODELS.items():
-        assert check_training(make, settings={"stack": stack}, environment={}).problems == (), name
+        assert check_training(make, settings={"preset": preset}, environment={}).problems == (), (
+            name
+        )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def test_prints_and_converts_to_json() -> None:
 def test_neither_the_module_nor_its_state_changes() -> None:
     module = Lit()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    check_training(module, settings=MemSaveCallback(stack="single_gpu"), environment={})
+    check_training(module, settings=MemSaveCallback(preset="single_gpu"), environment={})
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert not list(module.net._forward_hooks)
     assert "forward" not in vars(module)

@@ -104,7 +104,7 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
             Project(Manual, {"accumulate_grad_batches": 4}),
             Project(Lit, {"accumulate_grad_batches": 4}, {"accumulate_grad_batches": 2}),
         ],
-        [Project(Manual, {"stack": "classic"}), Project(Lit, {"accumulate_grad_batches": 4})],
+        [Project(Manual, {"preset": "classic"}), Project(Lit, {"accumulate_grad_batches": 4})],
     ),
     "allocator_settings": (
         [

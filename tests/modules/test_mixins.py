@@ -20,7 +20,7 @@ from lightning_memsave import (
 )
 from lightning_memsave.modules.lightning_pytorch import CheckpointedTransformer
 from lightning_memsave.modules.mixins import everything_off
-from lightning_memsave.techniques.registry import with_stack
+from lightning_memsave.techniques.registry import with_preset
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_trainer
 from tests.cases import make_model
 from tests.modules.tiny import CONFIGS
@@ -120,7 +120,7 @@ def test_several_mixins_come_together(package):
     assert callback.arguments["activation_checkpointing"] == 2
     assert callback.arguments["optimizer"] == "lion_8bit"
     assert monitor.every_n_steps == 3
-    assert with_stack(callback.arguments)["precision"] is None
+    assert with_preset(callback.arguments)["precision"] is None
     assert monitor.summary.num_steps == 6
 
 
@@ -136,7 +136,7 @@ def test_a_mixin_adds_to_checkpointed_transformer():
     assert callback.arguments["optimizer"] == "lion_8bit"
     assert monitor.every_n_steps == 7
     callback, _ = Lit(config, task=task, memsave=None).configure_callbacks()
-    assert with_stack(callback.arguments)["optimizer"] is None
+    assert with_preset(callback.arguments)["optimizer"] is None
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def what_if_of(name: str, device: str = "cpu", **settings: Any) -> WhatIf:
 def with_nothing_on(name: str, device: str, open_arguments: tuple[str, ...]) -> WhatIf:
     what_if = what_if_of(name, device)
     off = dict.fromkeys(sorted(ALL - set(open_arguments)))
-    what_if.step = what_if.step.with_settings({**off, "stack": None})
+    what_if.step = what_if.step.with_settings({**off, "preset": None})
     return what_if
 
 

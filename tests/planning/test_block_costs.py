@@ -56,7 +56,7 @@ def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, e
 def test_runs_are_blocks_of_equal_shapes_that_follow_each_other():
     model = planned("t5").model
     runs = runs_of(model, find_blocks(model))
-    # The first block of each stack has the table of relative positions.
+    # The first block of each preset has the table of relative positions.
     assert [len(run.names) for run in runs] == [1, 1, 1, 1]
     model = planned("convolutions").model
     assert [len(run.names) for run in runs_of(model, find_blocks(model))] == [1, 1, 1, 1]

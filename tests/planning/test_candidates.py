@@ -4,11 +4,11 @@ import pytest
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.planning.candidates import CurrentSettings, single_candidates
-from lightning_memsave.techniques.registry import values_of, with_stack
+from lightning_memsave.techniques.registry import values_of, with_preset
 
 
 def situation(precision="32-true", has_bf16=True, num_samples=8, **settings):
-    arguments = with_stack(MemSaveCallback(**({"stack": "off"} | settings)).arguments)
+    arguments = with_preset(MemSaveCallback(**({"preset": "off"} | settings)).arguments)
     return CurrentSettings(arguments, precision, has_bf16, num_samples)
 
 
@@ -19,7 +19,7 @@ def names(now):
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"optimizer": "8bit"}])
 def test_each_is_something_that_the_callback_takes(settings):
     for candidate in single_candidates(situation(**settings)):
-        MemSaveCallback(**{**({"stack": "off"} | settings), **candidate.changes})
+        MemSaveCallback(**{**({"preset": "off"} | settings), **candidate.changes})
 
 
 def test_every_technique_is_among_them():
@@ -32,7 +32,7 @@ def test_a_dominating_embedding_can_have_8_bits_too_though_that_is_advised_again
     found = single_candidates(replace(situation(), embedding="embed.weight"))
     assert found[-1].changes == {"optimizer": LowBitOptimizer(force_8bit=("*embed.weight",))}
     assert [one.is_advised_against for one in found] == [False] * (len(found) - 1) + [True]
-    MemSaveCallback(**({"stack": "off"} | found[-1].changes))
+    MemSaveCallback(**({"preset": "off"} | found[-1].changes))
     assert not any("also for" in c.name for c in single_candidates(situation()))
 
 
@@ -42,7 +42,7 @@ def test_8_bits_have_a_price():
 
 
 def test_what_is_on_is_not_offered():
-    now = situation(stack="single_gpu", precision="bf16-mixed", micro_batch_size=1)
+    now = situation(preset="single_gpu", precision="bf16-mixed", micro_batch_size=1)
     assert {candidate.argument for candidate in single_candidates(now)} == {"offload"}
 
 

@@ -10,7 +10,7 @@ from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.callbacks.settings import budget
 from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
 from lightning_memsave.prediction.training_step import as_code
-from lightning_memsave.techniques.registry import entries, with_stack
+from lightning_memsave.techniques.registry import entries, with_preset
 from lightning_memsave.units import GIB, MIB
 
 
@@ -93,9 +93,9 @@ def test_json_and_notebook():
     ("on", "exactness", "call"),
     [
         ({}, "bitwise",
-         'stack="bitwise", activation_checkpointing=None, optimizer_in_backward=None'),
+         'preset="bitwise", activation_checkpointing=None, optimizer_in_backward=None'),
         ({"activation_checkpointing": 3, "optimizer_in_backward": True}, "bitwise",
-         'stack="bitwise", activation_checkpointing=3, optimizer_in_backward=True'),
+         'preset="bitwise", activation_checkpointing=3, optimizer_in_backward=True'),
         ({"activation_checkpointing": "all", "optimizer": "8bit", "precision": "bf16-mixed"},
          "approximate",
          'activation_checkpointing="all", optimizer="8bit", precision="bf16-mixed"'),
@@ -115,8 +115,8 @@ def test_the_call_is_short_and_does_the_same(on, exactness, call):
     assert as_code(MemSaveCallback, short) == f"MemSaveCallback({call})"
 
     def effective(of: dict[str, Any]) -> dict[str, Any]:
-        found = with_stack(MemSaveCallback(**of).arguments)
-        return {n: v for n, v in found.items() if n not in ("stack", "from_stack")}
+        found = with_preset(MemSaveCallback(**of).arguments)
+        return {n: v for n, v in found.items() if n not in ("preset", "from_preset")}
 
     assert effective(short) == effective(settings)
 

@@ -231,7 +231,7 @@ def test_what_the_model_raises_comes_through():
 )
 @pytest.mark.daily(2)
 def test_the_exactness_of_a_plan_is_that_of_all_that_is_on(settings, expected):
-    what_if = what_if_of("encoder", stack=None, **settings)
+    what_if = what_if_of("encoder", preset=None, **settings)
     found = search_for(what_if, Exactness.BITWISE).find(10**9)
     assert found.plan.exactness == expected
 

@@ -374,7 +374,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gan": Architecture(
         Gan,
         images,
-        without=("micro_batch_size", "accumulate_grad_batches", "optimizer_in_backward", "stack"),
+        without=("micro_batch_size", "accumulate_grad_batches", "optimizer_in_backward", "preset"),
     ),
     "diffusion": Architecture(Diffusion, images),
     "table": Architecture(Table, table_batch),
@@ -406,5 +406,5 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "precision": "bf16-mixed",
         "accumulate_grad_batches": 2,
     },
-    "single_gpu": {"stack": "single_gpu"},
+    "single_gpu": {"preset": "single_gpu"},
 }

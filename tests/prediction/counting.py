@@ -107,7 +107,7 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
             enable_model_summary=False,
             callbacks=[
                 MemSaveCallback(
-                    **({"stack": "off"} | dict(settings)),
+                    **({"preset": "off"} | dict(settings)),
                     report=False,
                     predict=False,
                 ),

@@ -751,7 +751,7 @@ def test_margin_is_a_share_of_large_gpus_and_a_size_on_small_ones():
 def test_prediction_of_a_fit_counts_its_processes(device, more):
     step = TrainingStep(
         *(nn.Linear(4, 4), torch.ones(2, 4), MemSaveCallback),
-        settings={"stack": "off"},
+        settings={"preset": "off"},
         device=device,
         fit=RunningFit(),
     )

@@ -29,7 +29,7 @@ def kept(maxsize: int) -> Any:
     return decorator
 
 
-@kept(4)
+@kept(4)  # type: ignore[untyped-decorator]
 def positions(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.arange(length, device=device) / length, torch.ones(length, device=device)
 

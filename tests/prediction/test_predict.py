@@ -294,7 +294,7 @@ def test_never_allocates_the_model() -> None:
     assert growth.num_bytes < 2**30  # the weights alone would be 6.7 GiB
 
 
-@pytest.mark.parametrize("settings", [{"stack": "offload"}, {"offload": "optimizer"}])
+@pytest.mark.parametrize("settings", [{"preset": "offload"}, {"offload": "optimizer"}])
 def test_does_not_depend_on_the_memory_of_this_machine(settings: dict[str, Any]) -> None:
     """Half of what is free here would not do, and another machine may have more."""
     width = int((psutil.virtual_memory().available / 16) ** 0.5)
@@ -332,7 +332,7 @@ def test_names_the_model_and_not_what_trains_it() -> None:
         nn.Sequential(block, nn.Linear(4, 2)),
         torch.ones(2, 4),
         device="cpu",
-        settings={"activation_checkpointing": "all", "blocks": "Linear", "stack": "single_gpu"},
+        settings={"activation_checkpointing": "all", "blocks": "Linear", "preset": "single_gpu"},
     )
     shown = [*prediction.ineffective.values(), *(m.name for m in prediction.modules)]
     assert prediction.ineffective
@@ -354,7 +354,7 @@ def test_modules_that_look_like_our_wrapper_are_the_user_s(package: str) -> None
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    prediction = predict_memory(Wrapped, torch.ones(2, 4), device="cpu", settings={"stack": "off"})
+    prediction = predict_memory(Wrapped, torch.ones(2, 4), device="cpu", settings={"preset": "off"})
     assert prediction.model == "Wrapped"
     assert [module.name for module in prediction.modules] == ["", "wrapped", "head"]
     assert not [text for text in prediction.assumptions if "`loss=`" in text]
@@ -413,12 +413,12 @@ def test_a_step_resolves_its_settings_once() -> None:
         made.append(settings)
         return MemSaveCallback(**settings)
 
-    step = TrainingStep(nn.Linear(2, 2), None, make, {"stack": "single_gpu"}, gpu=parse_gpu("T4"))
+    step = TrainingStep(nn.Linear(2, 2), None, make, {"preset": "single_gpu"}, gpu=parse_gpu("T4"))
     for _ in range(2):
         assert (step.precision, step.effective_settings["precision"]) == ("32-true", None)
         assert step.emulated.keys() == {"precision", "low_precision_weights"}
         assert step.arguments["precision"] is None
-    assert made == [{"stack": "single_gpu"}]
+    assert made == [{"preset": "single_gpu"}]
     with pytest.raises(TypeError):
         step.arguments["precision"] = "bf16-mixed"
 

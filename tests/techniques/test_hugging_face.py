@@ -1,4 +1,4 @@
-"""Every architecture family of transformers trains with the bare callback and `stack="bitwise"`."""
+"""Every family of transformers trains with the bare callback and `preset="bitwise"`."""
 
 import contextlib
 import math
@@ -119,7 +119,7 @@ def test_the_bare_callback_trains(family):
 
 def test_kept_states_are_predicted_as_counted():
     """RecurrentGemma keeps states with the graph behind them: the prediction was 22 % too high."""
-    callback = MemSaveCallback(stack="bitwise", report=False)
+    callback = MemSaveCallback(preset="bitwise", report=False)
     fit("recurrent_gemma", callback)
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
@@ -127,8 +127,11 @@ def test_kept_states_are_predicted_as_counted():
 
 
 @pytest.mark.parametrize("family", PARAMS)
-def test_the_bitwise_stack_trains_bitwise_equal(family):
-    plain, saving = (fit(family, None), fit(family, MemSaveCallback(stack="bitwise", report=False)))
+def test_the_bitwise_preset_trains_bitwise_equal(family):
+    plain, saving = (
+        fit(family, None),
+        fit(family, MemSaveCallback(preset="bitwise", report=False)),
+    )
     for name, weight in plain.state_dict().items():
         assert torch.equal(weight, saving.state_dict()[name]), name
 
@@ -142,7 +145,7 @@ def test_micro_batches_give_the_same_gradients_or_are_refused(family):
         torch.allclose(again[name], gradient, rtol=0, atol=1e-5 * largest)
         for name, gradient in whole.items()
     ), "random or not finite in evaluation: name it in NOT_IN_EVALUATION"
-    settings: Any = {"stack": "off", "predict": False}
+    settings: Any = {"preset": "off", "predict": False}
     try:
         # Not of one sample: torch 2.13 computes wrong gradients of batch normalisation on a CPU
         # where the strides of one sample's gradients look like channels last.

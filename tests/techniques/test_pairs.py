@@ -1,4 +1,4 @@
-"""Techniques together: every pair, and all of a stack, hold what each of them declares."""
+"""Techniques together: every pair, and all of a preset, hold what each of them declares."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ OFFLOAD = (
     ActivationCheckpointing("nested"),
     Offloading("parameters+activations", min_bytes=1),
 )
-STACKS = {
+PRESETS = {
     "bitwise": BITWISE,
     "classic": CLASSIC,
     "single_gpu": SINGLE_GPU,
@@ -55,7 +55,7 @@ STACKS = {
     "offloaded, in backward": (Offloading(), OptimizerInBackward()),
     "offload": OFFLOAD,
 }
-APART = [*REFUSED, *STACKS.values()]
+APART = [*REFUSED, *PRESETS.values()]
 PAIRS = [pair for pair in combinations(FIRST.values(), 2) if pair not in APART]
 
 
@@ -74,7 +74,7 @@ def name_of(techniques: Sequence[Technique[Any]]) -> str:
 def combinations_of() -> list[Any]:
     """All that go together, with the models for them: in `make test` one, each in its turn."""
     result = []
-    named = [*((name_of(pair), pair) for pair in PAIRS), *STACKS.items()]
+    named = [*((name_of(pair), pair) for pair in PAIRS), *PRESETS.items()]
     turns: Counter[str] = Counter()
     for name, combined in named:
         models = models_of(combined)

@@ -155,7 +155,7 @@ class TestStateThatCannotBeSaved:
     def make(self) -> tuple[Any, MemSaveCallback]:
         lit = lit_that_keeps(lambda: torch.ones(2).as_subclass(Unreadable))
         return lit, MemSaveCallback(
-            stack="bitwise", activation_checkpointing=None, report=False, predict=False
+            preset="bitwise", activation_checkpointing=None, report=False, predict=False
         )
 
     def test_does_not_end_the_fit_and_has_a_row(self):

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes"),
 ]
 
-QUIET: dict[str, Any] = {"stack": "off", "predict": False, "report": False}
+QUIET: dict[str, Any] = {"preset": "off", "predict": False, "report": False}
 
 
 class OwnCheckpointing(Model):
@@ -84,8 +84,8 @@ CASES = {
     "whole batches": Case({"micro_batch_size": MicroBatching("auto")}),
     "micro-batches": Case({"micro_batch_size": 2}, model="unrepeated", tolerance=1e-5),
     "early release": Case({"precision": "32-true"}),
-    "stack bitwise": Case({"stack": "bitwise"}),
-    "stack bitwise, accumulated": Case({"stack": "bitwise"}, {"accumulate_grad_batches": 2}),
+    "preset bitwise": Case({"preset": "bitwise"}),
+    "preset bitwise, accumulated": Case({"preset": "bitwise"}, {"accumulate_grad_batches": 2}),
     "chunked": Case(
         {"chunked_cross_entropy": ChunkedCrossEntropy(heads="model.head")},
         model="classifier",
@@ -93,13 +93,13 @@ CASES = {
     ),
     "8-bit": Case({"optimizer": "8bit"}, tolerance=0.05),
     "paged": Case({"optimizer": "paged_8bit"}, tolerance=0.05),
-    "stack classic": Case({"stack": "classic"}, tolerance=0.05),
-    "defaults": Case({"stack": None}, tolerance=0.05),
-    "stack single_gpu": Case({"stack": "single_gpu"}, tolerance=0.05),
-    "stack single_gpu, clipped": Case(
-        {"stack": "single_gpu"}, {"gradient_clip_val": 1e3}, tolerance=0.05
+    "preset classic": Case({"preset": "classic"}, tolerance=0.05),
+    "defaults": Case({"preset": None}, tolerance=0.05),
+    "preset single_gpu": Case({"preset": "single_gpu"}, tolerance=0.05),
+    "preset single_gpu, clipped": Case(
+        {"preset": "single_gpu"}, {"gradient_clip_val": 1e3}, tolerance=0.05
     ),
-    "stack offload": Case({"stack": "offload"}, tolerance=0.05),
+    "preset offload": Case({"preset": "offload"}, tolerance=0.05),
     "offloaded optimizer": offloaded("optimizer"),
     "offloaded optimizer, clipped": offloaded("optimizer", {"gradient_clip_val": 0.1}),
     "offloaded optimizer, accumulated": offloaded("optimizer", {"accumulate_grad_batches": 2}),
@@ -187,7 +187,7 @@ def test_goes_on_in_micro_batches_where_the_gpu_is_full():
     assert shrunk[0] == pytest.approx(parts[0], rel=1e-5)
 
 
-ON_THE_SECOND = ["stack bitwise", "stack single_gpu", "all offloaded, in backward", "8-bit"]
+ON_THE_SECOND = ["preset bitwise", "preset single_gpu", "all offloaded, in backward", "8-bit"]
 
 
 def test_on_the_second_of_two_gpus():

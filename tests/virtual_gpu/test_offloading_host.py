@@ -97,7 +97,7 @@ def test_a_trainer_in_half_precision_gives_the_same_training():
         trainer.fit(lit, torch.utils.data.DataLoader(batches, batch_size=None))
         return [*lit.losses, trainer.precision_plugin.scaler.get_scale()]
 
-    callback = MemSaveCallback(stack="off", offload="parameters", blocks=nn.Linear,
+    callback = MemSaveCallback(preset="off", offload="parameters", blocks=nn.Linear,
                                predict=False, report=False)
     print(json.dumps([fit(), fit(callback)]))
     """
@@ -152,7 +152,7 @@ def test_worker_processes_do_not_have_locked_memory():
     code = (
         TRAINER
         + """
-    callback = MemSaveCallback(stack="offload", predict=False, report=False)
+    callback = MemSaveCallback(preset="offload", predict=False, report=False)
     lit = Lit()
     Trainer(accelerator="gpu", devices=1, max_epochs=2, callbacks=[callback], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(
@@ -193,7 +193,7 @@ def test_the_first_gpu_is_left_alone_by_training_on_the_second():
         cudaHostUnregister = staticmethod(note("unregister", runtime.cudaHostUnregister))
     torch.cuda.cudart = lambda: Runtime
     torch.cuda.Event.synchronize = note("wait", torch.cuda.Event.synchronize)
-    callback = MemSaveCallback(stack="off", offload=True, optimizer_in_backward=True,
+    callback = MemSaveCallback(preset="off", offload=True, optimizer_in_backward=True,
         low_precision_weights="master", predict=False, report=False)
     lit = Lit()
     lit.model = Blocks()

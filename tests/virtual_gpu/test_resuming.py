@@ -35,8 +35,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"low_precision_weights": "kahan", "optimizer_in_backward": True},
         BF16,
     ),
-    "bitwise": ({"stack": "bitwise"}, {}),
-    "offload": ({"stack": "offload"}, {}),
+    "bitwise": ({"preset": "bitwise"}, {}),
+    "offload": ({"preset": "offload"}, {}),
     "table on the host": ({"offload": Offloading("embeddings", min_table_bytes=1)}, {}),
     "table on the host, the rest in backward": (
         {
@@ -99,7 +99,7 @@ def run(
     seed_torch(1)
     lit = make_lit(model=Wide())
     watch = Watch()
-    quiet: dict[str, Any] = {"stack": "off", "report": False, "predict": False}
+    quiet: dict[str, Any] = {"preset": "off", "report": False, "predict": False}
     callback = MemSaveCallback(**quiet | settings)
     # An epoch is a step: a Trainer resumes where epochs begin.
     options = {

@@ -27,12 +27,12 @@ from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import (
     BARE,
-    SMALLER_STACK,
+    SMALLER_PRESET,
     entries,
-    stack_forms,
+    preset_forms,
     values_of,
     with_plan,
-    with_stack,
+    with_preset,
 )
 from lightning_memsave.units import format_bytes
 
@@ -71,12 +71,12 @@ def host_form(
     before: Settings, arguments: Arguments, trainer: Any, pl_module: Any
 ) -> tuple[Settings, Arguments] | None:
     """Choose the fastest form of what is on the host for which it has enough memory."""
-    offload = with_stack(arguments)[OffloadSetting.name]
+    offload = with_preset(arguments)[OffloadSetting.name]
     if offload in (None, False, "activations") or isinstance(offload, Offloading):
         return None
     tried: list[tuple[int, Settings, dict[str, Any]]] = []
     why = ""
-    for form in stack_forms(arguments):
+    for form in preset_forms(arguments):
         settings = make_settings("MemSaveCallback", arguments, form=form)
         # What conflicts with this fit would be off, and the host would need as much as before.
         name = OptimizerInBackwardSetting.name
@@ -101,13 +101,13 @@ def host_form(
     settings.find(MicroBatchSetting).size = size
     problems = [] if setting.is_asked else setting.check(trainer, pl_module)
     if not problems:
-        return settings, with_stack(arguments, form)
-    instead = {**arguments, "stack": SMALLER_STACK, setting.name: None, "host_budget": None}
+        return settings, with_preset(arguments, form)
+    instead = {**arguments, "preset": SMALLER_PRESET, setting.name: None, "host_budget": None}
     settings = make_settings("MemSaveCallback", instead)
     settings.find(MicroBatchSetting).size = size
     reasons = "; ".join(f"{problem.what}: {problem.why}" for problem in problems)
-    settings.find(OffloadSetting).off_reason = f"{reasons}; as `stack={SMALLER_STACK!r}`"
-    return settings, with_stack(instead)
+    settings.find(OffloadSetting).off_reason = f"{reasons}; as `preset={SMALLER_PRESET!r}`"
+    return settings, with_preset(instead)
 
 
 def _named(settings: Mapping[str, Any]) -> str:
@@ -123,10 +123,10 @@ def make_settings(
     """Check every argument and make what the callback works with."""
     problems: list[Problem | str] = []
     try:
-        arguments = with_stack(arguments, form) if plan is None else with_plan(arguments, plan)
+        arguments = with_preset(arguments, form) if plan is None else with_plan(arguments, plan)
     except ConfigurationError as error:
         problems.append(str(error))
-        arguments = with_stack({**arguments, "stack": None})
+        arguments = with_preset({**arguments, "preset": None})
 
     def attempt(make: Callable[[Arguments], T]) -> T | None:
         try:
@@ -147,24 +147,24 @@ def make_settings(
     if arguments["budget"] is not None:
         made = Settings([BudgetSetting(arguments["budget"]), *found])
     else:
-        stack = StackSetting(arguments)
-        made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
+        preset = PresetSetting(arguments)
+        made = Settings([*found, preset] if arguments["preset"] is None else [preset, *found])
     made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
     made.find(AccumulationSetting).micro_batches = made.find(MicroBatchSetting)
     return made
 
 
 def _budget(arguments: Arguments) -> None:
-    budget, stack = arguments["budget"], arguments["stack"]
+    budget, preset = arguments["budget"], arguments["preset"]
     if budget is None:
         return
     from lightning_memsave.planning.budget import check_budget
 
     check_budget(budget)
-    if stack is not None:
+    if preset is not None:
         raise ConfigurationError(
-            f"`budget={budget!r}` chooses the settings that `stack={stack!r}` names. Remove one of "
-            "the two; to fix some settings beside a budget, name them."
+            f"`budget={budget!r}` chooses the settings that `preset={preset!r}` names. Remove one "
+            "of the two; to fix some settings beside a budget, name them."
         )
 
 
@@ -195,32 +195,32 @@ _NOT_REPEATED = (
 )
 
 
-class StackSetting(Setting):
-    """Shows the settings of a stack; the settings themselves do the work."""
+class PresetSetting(Setting):
+    """Shows the settings of a preset; the settings themselves do the work."""
 
-    name = "stack"
+    name = "preset"
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
-        given = arguments["stack"]
-        own = [n for n in values_of(given or BARE) if n not in arguments["from_stack"]]
-        settings = {name: arguments[name] for name in arguments["from_stack"]}
+        given = arguments["preset"]
+        own = [n for n in values_of(given or BARE) if n not in arguments["from_preset"]]
+        settings = {name: arguments[name] for name in arguments["from_preset"]}
         on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
         off = ", ".join(name for name, value in settings.items() if value is None)
         beside = ", ".join(own)
-        texts = {"": on, "off in this stack: ": off, "given beside it: ": beside}
+        texts = {"": on, "off in this preset: ": off, "given beside it: ": beside}
         details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
         self._row = Row(self.name, repr(given), "on" if on else "off", details)
         if given is None:
-            meaning = f'"auto" means the values of `stack={BARE!r}`'
+            meaning = f'"auto" means the values of `preset={BARE!r}`'
             details = (f"{meaning}, without {off}" if off else meaning,)
             self._row = Row(self.name, "None", "unchanged", details)
         if given == "off":
             details = ("everything is off that is not given",)
-            if "micro_batch_size" in arguments["from_stack"]:
+            if "micro_batch_size" in arguments["from_preset"]:
                 details += (_NOT_REPEATED,)
             self._row = Row(self.name, "'off'", "unchanged", details)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Show the settings of the stack."""
+        """Show the settings of the preset."""
         self.rows = [self._row]

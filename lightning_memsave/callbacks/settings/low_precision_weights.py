@@ -115,7 +115,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         residence = residence_of(pl_module)
         are_here = residence is None or not any(part.params for part in residence.parts)
         if not (self.is_asked or late) and self._is_from_master and are_here:
-            why = "no weights are on the host"  # what a stack offloads may have stayed off
+            why = "no weights are on the host"  # what a preset offloads may have stayed off
             problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))
         # Weights that are made later are converted after every callback's `setup`.
         averaging = [] if late else _averaging_after(trainer)

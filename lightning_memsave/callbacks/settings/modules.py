@@ -104,7 +104,7 @@ class ModuleSetting(Setting):
 
     def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         with warnings.catch_warnings():
-            # What is left to a stack has a line in the table; what is not is refused.
+            # What is left to a preset has a line in the table; what is not is refused.
             warnings.simplefilter("ignore", NoEffectWarning)
             handle = self._handle = technique.apply(pl_module)
         self._undo.append(handle.undo)
@@ -128,7 +128,7 @@ class ActivationCheckpointingSetting(ModuleSetting):
         """Make the setting that the arguments describe."""
         name = "activation_checkpointing"
         wanted, blocks = arguments[name], arguments["blocks"]
-        planned = () if arguments["budget"] is None else arguments["from_stack"]
+        planned = () if arguments["budget"] is None else arguments["from_preset"]
         if wanted is None or isinstance(wanted, ActivationCheckpointing):
             if blocks is not None and not any(arguments[other] for other in _USE_BLOCKS):
                 raise ConfigurationError(

@@ -24,6 +24,7 @@ INSTEAD: Mapping[str, str] = {
     "force_8bit": _OF_OPTIMIZER,
     "loss_weight": "Write `micro_batch_size=MicroBatching(8, loss_weight=...)`.",
     "split_batch": "Write `micro_batch_size=MicroBatching(8, split_batch=...)`.",
+    "stack": "Write `preset=...`, with the same values.",
     "early_release": "Remove it: tensors are always freed early.",
     "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
 }

@@ -110,7 +110,7 @@ class OffloadSetting(ModuleSetting):
         assert self.technique is not None, "asked where it is on"
         return self.technique.host_bytes(pl_module)
 
-    # A stack offloads the rest where a model computes with a whole table.
+    # A preset offloads the rest where a model computes with a whole table.
     def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         assert isinstance(technique, Offloading), "`read` has made it"
         self._why_no_tables = ""

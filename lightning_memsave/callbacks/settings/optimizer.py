@@ -293,7 +293,7 @@ class OptimizerSetting(Setting):
         value = "None" if technique is None else repr(technique.optimizer)
         if technique and (why := why_beyond(arguments, "optimizer", technique.exactness)):
             return cls(None, "None", is_asked=False, off_reason=why)
-        saves_all = arguments["stack"] == "single_gpu"
+        saves_all = arguments["preset"] == "single_gpu"
         return cls(technique, value, is_asked(arguments, "optimizer"), saves_all=saves_all)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:

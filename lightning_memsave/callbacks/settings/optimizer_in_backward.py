@@ -60,7 +60,7 @@ def find_conflicts(
 
 
 def find_risks(pl_module: Any, what: str) -> list[Problem]:
-    """Find what may end the run in a later step, where the setting comes from a stack."""
+    """Find what may end the run in a later step, where the setting comes from a preset."""
     owner = type(pl_module).__name__
     whys = {
         "optimizer_step": "may leave out a step, whose backward pass has updated parameters",

@@ -13,9 +13,9 @@ from lightning_memsave.units import format_bytes
 
 UNCHANGED = "`None` was given"
 SMALLEST_SAVING_BYTES = 20 * 2**20
-"""In the stack "classic" state stays in 32 bits if 8 bits save less: CUDA's allocator reserves
-memory in segments of 20 MiB, so that less may not change whether a run fits. Savings of a stack for
-the least memory add up: none of them is left out."""
+"""In the preset "classic" state stays in 32 bits if 8 bits save less: CUDA's allocator reserves
+memory in segments of 20 MiB, so that less may not change whether a run fits. Savings of a preset
+for the least memory add up: none of them is left out."""
 
 
 def saves(num_bytes: int, what: str) -> str:
@@ -34,13 +34,13 @@ class Setting(ABC):
 
     name: str
     value: str
-    """What the user, or the stack, wrote for it."""
+    """What the user, or the preset, wrote for it."""
     is_for_evaluation: ClassVar[bool] = False
     """It matters in validation, test and prediction too."""
     is_asked = True
     """The user wrote it by name: a conflict is an error. Otherwise it yields, with the reason."""
     off_reason = ""
-    """Why it is off from the start: a limit of the user's, or a stack that is without it."""
+    """Why it is off from the start: a limit of the user's, or a preset that is without it."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -77,7 +77,7 @@ class Setting(ABC):
 
 
 def off_rows(setting: Setting) -> list[Row]:
-    """Write why a setting does nothing: a limit, or the user's ``None``; none for a stack's."""
+    """Write why a setting does nothing: a limit, or the user's ``None``; none for a preset's."""
     if setting.off_reason:
         return [Row(setting.name, "auto", "off", (setting.off_reason,))]
     return [Row(setting.name, "None", "unchanged", (UNCHANGED,))] if setting.is_asked else []

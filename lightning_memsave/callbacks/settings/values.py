@@ -22,12 +22,12 @@ def exactness_limit(arguments: Arguments) -> Exactness:
 
 
 def is_asked(arguments: Arguments, name: str) -> bool:
-    """Say whether the user wrote an argument by name, and not the stack."""
-    return name not in arguments["from_stack"] and arguments[name] != "auto"
+    """Say whether the user wrote an argument by name, and not the preset."""
+    return name not in arguments["from_preset"] and arguments[name] != "auto"
 
 
 def why_beyond(arguments: Arguments, name: str, exactness: Exactness) -> str:
-    """Say why the limit switches off what is left to a stack."""
+    """Say why the limit switches off what is left to a preset."""
     limit = exactness_limit(arguments)
     if limit.allows(exactness):
         return ""
@@ -41,10 +41,10 @@ def why_beyond(arguments: Arguments, name: str, exactness: Exactness) -> str:
 
 
 def as_given(arguments: Arguments, name: str) -> str:
-    """Write an argument, with the stack that it comes from if the user has not given it."""
-    from_stack = arguments["stack"] is not None and name in arguments["from_stack"]
-    of_stack = f" of `stack={arguments['stack']!r}`" if from_stack else ""
-    return f"`{name}={arguments[name]!r}`{of_stack}"
+    """Write an argument, with the preset that it comes from if the user has not given it."""
+    from_preset = arguments["preset"] is not None and name in arguments["from_preset"]
+    of_preset = f" of `preset={arguments['preset']!r}`" if from_preset else ""
+    return f"`{name}={arguments[name]!r}`{of_preset}"
 
 
 def refuse_technique(name: str, value: object, expected: type[Technique[Any]]) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_memsave.measure.storages import tensors_in
 
 _Cached: TypeAlias = "functools._lru_cache_wrapper[Any]"
-_TYPE = functools._lru_cache_wrapper
+_TYPE = type(functools.lru_cache(lambda: None))
 _known: WeakSet[_Cached] = WeakSet()
 _num_modules = [0]  # when they were listed
 

@@ -1,6 +1,6 @@
-"""Say what each stack needs: `python -m benchmarks.stacks`.
+"""Say what each preset needs: `python -m benchmarks.presets`.
 
-Steps of six models are predicted for CUDA, each in a fresh process, with `MemSaveCallback(stack=)`
+Steps of six models are predicted for CUDA, each in a fresh process, with `MemSaveCallback(preset=)`
 and nothing else. With ``--train`` the 84M RoBERTa and the small models train two steps with
 ``"single_gpu"`` on this machine's CPU, and what was counted stands beside what was predicted.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS, markdown_table, run_in_process, write_results
-from benchmarks.stacks._run import MODELS, SETTINGS
+from benchmarks.presets._run import MODELS, SETTINGS
 
 MIB = 2**20
 # Of tensors, in MiB: the lowest that can be had without moving anything to the host.
@@ -34,7 +34,7 @@ def make_text(predicted: dict[str, dict[str, Any]]) -> str:
         for model, found in predicted.items()
     ]
     return (
-        "Predicted peak of a step on CUDA in MiB with `MemSaveCallback(stack=...)` and nothing "
+        "Predicted peak of a step on CUDA in MiB with `MemSaveCallback(preset=...)` and nothing "
         "beside it, cuBLAS's workspace included, the allocator's slack and CUDA's context not:\n\n"
         + markdown_table(["model", *SETTINGS], rows)
     )
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         1 if what is claimed is not so.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stacks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__)
     parser.add_argument("--train", action="store_true", help="count two steps on this CPU instead")
     parser.add_argument("--dry", action="store_true", help="the small models only")
     parser.add_argument("--results", type=Path, help="folder of the result files")
@@ -108,11 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.train:
         for model in SMALL if options.dry else TRAINED:
             found[model] = _run("train", model, "single_gpu")
-        name, text, claims = "stacks_trained", make_trained_text(found), check_trained_claims(found)
+        name, text, claims = (
+            "presets_trained",
+            make_trained_text(found),
+            check_trained_claims(found),
+        )
     else:
         for model in SMALL if options.dry else MODELS:
             found[model] = {setting: _run("predict", model, setting) for setting in SETTINGS}
-        name, text, claims = "stacks", make_text(found), check_claims(found)
+        name, text, claims = "presets", make_text(found), check_claims(found)
     print(f"\n{text}\n")
     for claim, holds in claims.items():
         print(f"{'holds' if holds else 'FAILS'}: {claim}")
@@ -127,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(what: str, model: str, setting: str) -> dict[str, Any]:
-    found = run_in_process("benchmarks.stacks._run", what, model, setting, limit_s=LIMIT_S)
+    found = run_in_process("benchmarks.presets._run", what, model, setting, limit_s=LIMIT_S)
     if "error" in found:
         raise RuntimeError(f"{what} {model} {setting}: {found['error']}")
     shown = found.get("counted_bytes", found.get("peak_bytes", 0))

@@ -1,4 +1,4 @@
-"""Predict or train one model with one stack in this process, and print bytes as JSON."""
+"""Predict or train one model with one preset in this process, and print bytes as JSON."""
 
 import argparse
 import json
@@ -70,8 +70,8 @@ MODELS = {
 """By name."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "nothing": {"stack": "off"},
-    **{stack: {"stack": stack} for stack in ("classic", "bitwise", "single_gpu", "offload")},
+    "nothing": {"preset": "off"},
+    **{preset: {"preset": preset} for preset in ("classic", "bitwise", "single_gpu", "offload")},
 }
 """What `MemSaveCallback` is told, by name."""
 
@@ -141,7 +141,7 @@ def train(model: str, setting: str, **beside: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Do what the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stacks._run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets._run", description=__doc__)
     parser.add_argument("what", choices=("predict", "train"))
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("setting", choices=SETTINGS)

@@ -1,4 +1,4 @@
-"""Stacks and what is near the floor, in a Trainer."""
+"""Presets and what is near the floor, in a Trainer."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySett
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import STACKS
+from lightning_memsave.techniques.registry import PRESETS
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
 from tests.cases import MODELS
@@ -44,10 +44,10 @@ def plain_fit(name: str) -> Any:
     return fit(make_lit(model=name), max_epochs=3)
 
 
-class TestStacks:
+class TestPresets:
     def test_bitwise_is_bitwise(self, package):
         lit = make_lit(package)
-        callback = MemSaveCallback(stack="bitwise")
+        callback = MemSaveCallback(preset="bitwise")
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         rows = rows_of(callback)
         assert {row.exactness for row in rows.values()} == {"", "bitwise"}
@@ -56,7 +56,7 @@ class TestStacks:
 
     def test_single_gpu_learns_the_same(self, package):
         lit = make_lit(package, "classifier")
-        callback = MemSaveCallback(stack="single_gpu")
+        callback = MemSaveCallback(preset="single_gpu")
         plain, *_ = fit(lit, package=package, max_epochs=3)
         losses, state, _ = fit(lit, callback, package=package, max_epochs=3)
         assert losses[0] == pytest.approx(plain[0], rel=1e-2)
@@ -68,24 +68,24 @@ class TestStacks:
         assert rows["attention"].status == "off"  # no model of Hugging Face, and no warning of it
         assert all(tensor.dtype != torch.bfloat16 for tensor in state.values())
 
-    # The stacks as they are sold, on every awkward model: in `make test` each with one of them.
+    # The presets as they are sold, on every awkward model: in `make test` each with one of them.
     @pytest.mark.filterwarnings("ignore::lightning_memsave.errors.NoEffectWarning")
     @pytest.mark.parametrize(
-        ("name", "stack"),
+        ("name", "preset"),
         [
             pytest.param(
-                *(name, stack),
-                marks=() if turn % len(STACKS) == number else pytest.mark.exhaustive,
+                *(name, preset),
+                marks=() if turn % len(PRESETS) == number else pytest.mark.exhaustive,
             )
             for turn, name in enumerate(MODELS)
-            for number, stack in enumerate(STACKS)
+            for number, preset in enumerate(PRESETS)
         ],
     )
-    def test_trains_as_exactly_as_declared(self, name, stack):
-        callback = MemSaveCallback(stack=stack, predict=False)
+    def test_trains_as_exactly_as_declared(self, name, preset):
+        callback = MemSaveCallback(preset=preset, predict=False)
         plain = plain_fit(name)
         ours = fit(make_lit(model=name), callback, max_epochs=3)
-        if stack == "bitwise":
+        if preset == "bitwise":
             assert_same(plain, ours)
         else:
             assert ours[0][-1] <= plain[0][-1] * 1.05
@@ -93,59 +93,59 @@ class TestStacks:
 
     @pytest.mark.parametrize("optimizer", ["auto", "8bit", "paged_8bit"])
     def test_embeddings_have_8_bits_with_every_8bit_optimizer(self, optimizer):
-        callback = MemSaveCallback(stack="single_gpu", optimizer=optimizer)
+        callback = MemSaveCallback(preset="single_gpu", optimizer=optimizer)
         fit(make_lit(model="classifier"), callback)
         assert "embedding" not in str(rows_of(callback)["optimizer"].details)
 
     def test_says_what_it_stands_for(self, package):
-        lit, callback = make_lit(package), MemSaveCallback(stack="classic", optimizer=None)
+        lit, callback = make_lit(package), MemSaveCallback(preset="classic", optimizer=None)
         fit(lit, callback, package=package)
-        row = rows_of(callback)["stack"]
+        row = rows_of(callback)["preset"]
         assert row.value == "'classic'"
         assert "activation_checkpointing='all'" in row.details[0]
         assert "optimizer" not in row.details[0].replace("optimizer_in_backward", "")
-        assert row.details[1].startswith("off in this stack: attention, chunked_cross_entropy, ")
+        assert row.details[1].startswith("off in this preset: attention, chunked_cross_entropy, ")
         assert row.details[2] == "given beside it: optimizer"
         assert rows_of(callback)["optimizer"].status == "unchanged"
         assert "`None` was given" in rows_of(callback)["optimizer"].details[0]
         report = json.loads(Path("memsave_report.json").read_text())
-        assert report["settings"]["stack"] == "classic"
+        assert report["settings"]["preset"] == "classic"
 
     def test_bare_callback_says_what_it_leaves_off(self):
         lit, callback = make_lit(), MemSaveCallback()
         fit(lit, callback)
-        row = rows_of(callback)["stack"]
+        row = rows_of(callback)["preset"]
         assert row.status == "unchanged"
         assert row.details == (
-            "\"auto\" means the values of `stack='classic'`, without attention, "
+            "\"auto\" means the values of `preset='classic'`, without attention, "
             "chunked_cross_entropy, block_micro_batch_size, offload, low_precision_weights, "
             "optimizer_in_backward",
         )
         assert rows_of(callback)["early_release"].status == "on"
 
-    def test_bare_callback_is_the_classic_stack(self):
-        lit, bare, named = make_lit(), MemSaveCallback(), MemSaveCallback(stack="classic")
+    def test_bare_callback_is_the_classic_preset(self):
+        lit, bare, named = make_lit(), MemSaveCallback(), MemSaveCallback(preset="classic")
         assert_same(fit(lit, bare), fit(lit, named))
         rows = [
             # The proof of the loss says how long it took.
-            re.sub(r"in \d+ ms", "in some ms", str([r for r in c.rows if r.name != "stack"]))
+            re.sub(r"in \d+ ms", "in some ms", str([r for r in c.rows if r.name != "preset"]))
             for c in (bare, named)
         ]
         assert rows[0] == rows[1]
 
-    def test_of_nothing_a_stack_says_that_it_was_asked_for(self):
-        callback = MemSaveCallback(stack="bitwise")
+    def test_of_nothing_a_preset_says_that_it_was_asked_for(self):
+        callback = MemSaveCallback(preset="bitwise")
         fit(make_lit(), callback)
         assert "asked for" not in str(callback.rows)
-        off = rows_of(callback)["stack"].details[1]
-        assert off.startswith("off in this stack: precision, attention, chunked_cross_entropy, ")
+        off = rows_of(callback)["preset"].details[1]
+        assert off.startswith("off in this preset: precision, attention, chunked_cross_entropy, ")
 
     def test_off_leaves_all_but_what_is_named(self, package):
-        lit, callback = make_lit(package), MemSaveCallback(stack="off")
+        lit, callback = make_lit(package), MemSaveCallback(preset="off")
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         assert {row.status for row in callback.rows} == {"unchanged"}
-        assert '`micro_batch_size=MicroBatching("auto")`' in rows_of(callback)["stack"].details[1]
-        callback = MemSaveCallback(stack="off", activation_checkpointing="all")
+        assert '`micro_batch_size=MicroBatching("auto")`' in rows_of(callback)["preset"].details[1]
+        callback = MemSaveCallback(preset="off", activation_checkpointing="all")
         fit(lit, callback, package=package)
         assert [row.name for row in callback.rows if row.status == "on"] == [
             "early_release",
@@ -155,7 +155,7 @@ class TestStacks:
     @pytest.mark.parametrize("limit", ["bitwise", "rounding"])
     def test_parts_beyond_the_limit_yield(self, limit):
         lit = make_lit(model="classifier")
-        callback = MemSaveCallback(stack="single_gpu", exactness=limit)
+        callback = MemSaveCallback(preset="single_gpu", exactness=limit)
         ours = fit(lit, callback)
         rows = rows_of(callback)
         for name in ("optimizer", "low_precision_weights", "precision"):
@@ -166,18 +166,18 @@ class TestStacks:
             assert_same(fit(lit), ours)
             assert rows["chunked_cross_entropy"].status == "off"
 
-    def test_precision_of_the_user_wins_over_weights_of_the_stack(self):
-        callback = MemSaveCallback(stack="single_gpu", precision="32-true")
+    def test_precision_of_the_user_wins_over_weights_of_the_preset(self):
+        callback = MemSaveCallback(preset="single_gpu", precision="32-true")
         fit(make_lit(), callback)
         row = rows_of(callback)["low_precision_weights"]
         assert row.status == "off"
         assert "`precision='32-true'` was given" in row.details[0]
 
-    @pytest.mark.parametrize("stack", STACKS)
-    def test_everything_is_undone(self, package, stack):
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_everything_is_undone(self, package, preset):
         lit = make_lit(package, "classifier")
         before = snapshot(lit)
-        callback = MemSaveCallback(stack=stack)
+        callback = MemSaveCallback(preset=preset)
         for _ in range(2):
             make_trainer(package, callback).fit(lit)
             after = snapshot(lit)
@@ -188,13 +188,13 @@ class TestStacks:
             hooks = [p._post_accumulate_grad_hooks for p in lit.parameters()]
             assert not any(hooks)
 
-    @pytest.mark.parametrize("stack", STACKS)
-    def test_resume_half_way(self, stack, tmp_path):
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_resume_half_way(self, preset, tmp_path):
         lit = make_lit(model="classifier")
 
         def train(**settings: Any) -> dict[str, torch.Tensor]:
             own = copy.deepcopy(lit)
-            callback = MemSaveCallback(stack=stack)
+            callback = MemSaveCallback(preset=preset)
             trainer = make_trainer(LIGHTNING, callback, SeededEpochs(tmp_path), max_epochs=2)
             trainer.fit(own, **settings)
             return {name: tensor.clone() for name, tensor in own.state_dict().items()}
@@ -203,10 +203,10 @@ class TestStacks:
         resumed = train(ckpt_path=tmp_path / "epoch=0.ckpt")
         assert [k for k in straight if not torch.equal(straight[k], resumed[k])] == []
 
-    @pytest.mark.parametrize("stack", ["single_gpu", "bitwise"])
-    def test_checkpoint_loads_anywhere(self, stack, tmp_path):
+    @pytest.mark.parametrize("preset", ["single_gpu", "bitwise"])
+    def test_checkpoint_loads_anywhere(self, preset, tmp_path):
         lit = make_lit(model="classifier")
-        callback = MemSaveCallback(stack=stack)
+        callback = MemSaveCallback(preset=preset)
         make_trainer(LIGHTNING, callback, SeededEpochs(tmp_path)).fit(copy.deepcopy(lit))
         path = tmp_path / "epoch=0.ckpt"
         lit.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
@@ -294,8 +294,8 @@ class TestOptimizerInBackward:
         with pytest.raises(IncompatibleError, match=r"`model` is compiled.* blocks one by one"):
             trainer.fit(lit)
 
-    def test_in_a_stack_it_yields_to_a_scaler(self, package):
-        callback = MemSaveCallback(stack="bitwise", predict=False, report=False)
+    def test_in_a_preset_it_yields_to_a_scaler(self, package):
+        callback = MemSaveCallback(preset="bitwise", predict=False, report=False)
         plugins = [half_precision_on_cpu(package)]
         fit(make_lit(package), callback, package=package, plugins=plugins)
         row = rows_of(callback)["optimizer_in_backward"]
@@ -606,15 +606,15 @@ class TestSeveralProcesses:
 
 class TestPrediction:
     @pytest.mark.parametrize(
-        ("model", "stack"),
+        ("model", "preset"),
         [
-            pytest.param(*(model, stack), marks=() if (m + s) % 2 else pytest.mark.exhaustive)
+            pytest.param(*(model, preset), marks=() if (m + s) % 2 else pytest.mark.exhaustive)
             for m, model in enumerate(("classifier", "eager_bert"))
-            for s, stack in enumerate(STACKS)
+            for s, preset in enumerate(PRESETS)
         ],
     )
-    def test_predicted_is_measured(self, stack, model):
-        callback = MemSaveCallback(stack=stack, predict=20.0)
+    def test_predicted_is_measured(self, preset, model):
+        callback = MemSaveCallback(preset=preset, predict=20.0)
         trainer = make_trainer(LIGHTNING, callback, max_epochs=1)
         trainer.fit(make_lit(model=model), loader(48, batch_size=16))
         report = json.loads(Path("memsave_report.json").read_text())

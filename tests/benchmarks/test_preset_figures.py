@@ -1,9 +1,9 @@
-"""What the stack with the least memory is to need, on the models that the figures are of."""
+"""What the preset with the least memory is to need, on the models that the figures are of."""
 
 import pytest
 
-from benchmarks.stacks.__main__ import LIMITS, MIB, SMALL
-from benchmarks.stacks._run import predict, train
+from benchmarks.presets.__main__ import LIMITS, MIB, SMALL
+from benchmarks.presets._run import predict, train
 
 FIRST, *OTHERS = LIMITS
 

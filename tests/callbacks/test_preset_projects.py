@@ -1,4 +1,4 @@
-"""A stack refuses no project: its parts yield where they conflict, and the table says so."""
+"""A preset refuses no project: its parts yield where they conflict, and the table says so."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.callbacks.lit import make_lit, make_trainer, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
 
-STACKS = ("classic", "bitwise", "single_gpu", "offload")
+PRESETS = ("classic", "bitwise", "single_gpu", "offload")
 CHECKPOINTING, UPDATES, WEIGHTS = (
     "activation_checkpointing",
     "optimizer_in_backward",
@@ -27,7 +27,7 @@ CHECKPOINTING, UPDATES, WEIGHTS = (
 
 @dataclass(frozen=True)
 class Project:
-    """What somebody has, and which parts of the stacks yield to it, with a word of the reason."""
+    """What somebody has, and which parts of the presets yield to it, with a word of the reason."""
 
     make: Callable[[], Any]
     yields: dict[str, str] = field(default_factory=dict)
@@ -289,20 +289,20 @@ PROJECTS = {
 }
 
 
-# In `make test` every other stack for each.
+# In `make test` every other preset for each.
 @pytest.mark.filterwarnings("ignore")  # of Lightning and torch, each project has its own
 @pytest.mark.parametrize(
-    ("name", "stack"),
+    ("name", "preset"),
     [
-        pytest.param(*(name, stack), marks=() if (turn + number) % 2 else pytest.mark.exhaustive)
+        pytest.param(*(name, preset), marks=() if (turn + number) % 2 else pytest.mark.exhaustive)
         for turn, name in enumerate(PROJECTS)
-        for number, stack in enumerate(STACKS)
+        for number, preset in enumerate(PRESETS)
     ],
 )
 @pytest.mark.daily(2)
-def test_no_project_is_refused(name, stack):
+def test_no_project_is_refused(name, preset):
     project = PROJECTS[name]
-    callback = MemSaveCallback(stack=stack)
+    callback = MemSaveCallback(preset=preset)
     lit = project.make()
     settings = {"max_epochs": 1, **project.trainer()}
     trainer = make_trainer(pl, callback, *project.callbacks(), **settings)
@@ -328,28 +328,28 @@ def test_no_project_is_refused(name, stack):
 
 
 def _has(callback: MemSaveCallback, part: str) -> bool:
-    """Say whether the stack would do it."""
+    """Say whether the preset would do it."""
     from lightning_memsave.techniques.registry import values_of
 
-    return values_of(callback.arguments["stack"]).get(part) is not None
+    return values_of(callback.arguments["preset"]).get(part) is not None
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_are_not_refused(strategy, stack):
+def test_several_processes_are_not_refused(strategy, preset):
     """Each process asks itself this before it trains; none has to be started for it."""
     trainer = make_trainer(pl, strategy="ddp", devices=2)
     if strategy == "fsdp":  # which the Trainer itself refuses without a GPU
         trainer.strategy.__class__ = pl.strategies.FSDPStrategy
         trainer.strategy._precision_plugin = trainer.strategy.mixed_precision = None
     lit = make_lit()
-    settings = MemSaveCallback(stack=stack)._settings
+    settings = MemSaveCallback(preset=preset)._settings
     found = {s.name: s.check(trainer, lit) for s in settings._settings}
     asked = [s.name for s in settings._settings if s.is_asked and found[s.name]]
     assert asked == []
-    if stack in ("bitwise", "single_gpu"):
+    if preset in ("bitwise", "single_gpu"):
         (problem,) = found[UPDATES]
         assert "shares gradients between processes" in problem.why
         assert "`optimizer_in_backward=None`" in problem.fix
-    if stack in ("classic", "single_gpu") and strategy == "fsdp":
+    if preset in ("classic", "single_gpu") and strategy == "fsdp":
         assert "shards parameters" in found["optimizer"][0].why

@@ -1,0 +1,1 @@
+"""What each preset needs: predicted for large models, counted where they fit here."""

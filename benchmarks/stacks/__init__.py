@@ -1,1 +1,0 @@
-"""What each stack needs: predicted for large models, counted where they fit here."""
