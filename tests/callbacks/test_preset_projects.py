@@ -318,6 +318,8 @@ def test_no_project_is_refused(name, preset):
     assert all(p.isfinite().all() for p in lit.parameters())
     shown = rows_of(callback)
     meant = [part for part in project.yields if part in shown and _has(callback, part)]
+    if (name, preset) == ("lbfgs", "offload"):  # float32 on the host needs no rounding of updates
+        meant.remove(WEIGHTS)
     assert [part for part in meant if shown[part].status == "on"] == []
     for part in meant:
         assert re.search(project.yields[part], "; ".join(shown[part].details))
