@@ -346,6 +346,8 @@ def _special() -> dict[str, _Compute]:
     for name in ("native_layer_norm", "native_group_norm"):
         for each in (name, f"{name}_backward"):
             result[f"aten::{each}"] = _widened(getattr(aten, each).default)
+    backward = aten.native_batch_norm_backward  # the forward pass changes what it is given
+    result["aten::native_batch_norm_backward"] = _widened(backward.default)
     for name in ("mm", "bmm", "addmm", "baddbmm"):
         product = _product(getattr(aten, name).default)
         result |= {f"aten::{name}": product, f"aten::{name}.out": product}
