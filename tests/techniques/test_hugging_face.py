@@ -30,6 +30,8 @@ ALWAYS = ("bamba", "lfm2", "recurrent_gemma", "pi0")
 # `make test` tries some of the others, other ones for each commit.
 NUM_SLICES = math.ceil(len(FAMILIES) / 3)
 SOME = FAMILIES[chosen_number() % NUM_SLICES :: NUM_SLICES]
+# DETR's relatives choose the places that they sample: in float32 rounding moves some.
+CHAOTIC = {"d_fine", "deimv2", "pp_doclayout_v3", "pp_doclayout_v4", "rt_detr", "rt_detr_v2"}
 # Micro-batches are compared in evaluation, where nothing is dropped.
 NOT_IN_EVALUATION = {
     **dict.fromkeys(
@@ -72,9 +74,14 @@ def fit(family: str, callback: MemSaveCallback | None) -> Lit:
 
 
 def train_with(
-    lit: Lit, batches: list[Any], callback: MemSaveCallback | None, seed: int = 7
+    lit: Lit,
+    batches: list[Any],
+    callback: MemSaveCallback | None,
+    seed: int = 7,
+    **settings: Any,
 ) -> None:
     trainer = Trainer(
+        **settings,
         max_steps=len(batches),
         accelerator="cpu",
         logger=False,
@@ -154,8 +161,8 @@ def test_micro_batches_give_the_same_gradients_or_are_refused(family):
         return
     assert parts.keys() == whole.keys()
     for name, gradient in whole.items():
-        # Rounding makes up to 2e-3 in DETR's relatives, and nothing in float64.
-        assert torch.allclose(parts[name], gradient, rtol=0, atol=5e-3 * largest), name
+        atol = (1e-9 if family in CHAOTIC else 5e-3) * largest
+        assert torch.allclose(parts[name], gradient, rtol=0, atol=atol), name
 
 
 def largest_of(gradients: dict[str, Tensor]) -> float:
@@ -175,8 +182,12 @@ def gradients_of(family: str, callback: MemSaveCallback | None, seed: int = 7) -
     lit = LitWithGradients(family).eval()
     pair = [make_inputs(lit.tiny.model, number) for number in (1, 2)]
     batch = {name: torch.cat([inputs[name] for inputs in pair]) for name in pair[0]}
-    train_with(lit, [batch], callback, seed)
+    train_with(lit, [batch], callback, seed, precision=precision_of(family))
     return lit.gradients
+
+
+def precision_of(family: str) -> Any:
+    return "64-true" if family in CHAOTIC else None
 
 
 def test_blocks_whose_cache_the_model_around_them_reads_run_plainly():
