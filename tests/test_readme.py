@@ -154,7 +154,7 @@ def rows_below(page, heading, next_heading="\n## "):
 
 
 class TestArguments:
-    PAGE = (ROOT / "docs" / "arguments.md").read_text()
+    PAGE = (ROOT / "docs" / "reference.md").read_text()
     PARAMETERS = inspect.signature(MemSaveCallback).parameters
     ENTRIES: ClassVar = {entry.argument: entry for entry in entries()}
 
@@ -189,7 +189,7 @@ def prediction():
 
 
 class TestJson:
-    PAGE = (ROOT / "docs" / "json.md").read_text()
+    PAGE = (ROOT / "docs" / "reference.md").read_text()
     # Their keys are names, or have a table of their own.
     NAMES = ("settings", "versions", "ineffective", "by_category", "by_phase")
     # They have the keys of another one.
