@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT = 960, 330
 _MIB = 2**20
 
 # A picture follows the system's color scheme, whatever its page does: it has its own background.
-_STYLE = """
+STYLE = """
 text { font: 13px -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: #1f2328; }
 .title { font-weight: 600; }
 .small { font-size: 11px; fill: #59636e; }
@@ -80,7 +80,7 @@ def draw() -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
             f'width="{_WIDTH}" height="{_HEIGHT}" role="img">',
             "<title>Peak memory of a training step, and validation losses</title>",
-            f"<style>{_STYLE}</style>",
+            f"<style>{STYLE}</style>",
             f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="6"/>',
             *shapes,
             "</svg>\n",
@@ -93,7 +93,8 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+def text_at(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """Write a text at a place."""
     kind = kind and f' class="{kind}"'
     return f'<text x="{x:g}" y="{y:g}"{kind} text-anchor="{anchor}">{escape(text)}</text>'
 
@@ -101,16 +102,16 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
 def _bars(rows: dict[str, Any], left: float, width: float) -> list[str]:
     peaks = [rows[row][trainer]["peak_live_bytes"] for _, row, trainer, _ in _BARS]
     shapes = [
-        _text(left, 32, "Peak memory of a training step", "title"),
-        _text(left, 50, "tensors of a RoBERTa, 7 M parameters, batch 16 x 128", "small"),
+        text_at(left, 32, "Peak memory of a training step", "title"),
+        text_at(left, 50, "tensors of a RoBERTa, 7 M parameters, batch 16 x 128", "small"),
     ]
     for index, ((label, row, trainer, kind), peak) in enumerate(zip(_BARS, peaks, strict=True)):
         top = 74 + 60 * index
         length = width * peak / max(peaks)
         time = rows[row]["time"]["cpu"].get(f"{trainer} / nothing", {}).get("median", 1.0)
         shapes += [
-            _text(left, top + 11, label),
-            _text(
+            text_at(left, top + 11, label),
+            text_at(
                 left + width, top + 11, f"{peak / _MIB:.0f} MiB, {time:.1f} x the time", "", "end"
             ),
             f'<rect class="bar {kind}" x="{left:g}" y="{top + 18}" width="{length:.1f}" '
@@ -137,21 +138,21 @@ def _curves(
     gap = abs(_mean_final(ours) - _mean_final(without))
     spread = _spread([_final(curve) for curve in without])
     return [
-        _text(left, 32, title, "title"),
-        _text(left, 50, model, "small"),
+        text_at(left, 32, title, "title"),
+        text_at(left, 50, model, "small"),
         *(
             f'<line class="grid" x1="{left:g}" x2="{left + width:g}" y1="{y(loss):.1f}" '
             f'y2="{y(loss):.1f}"/>'
             for loss in (low, high)
         ),
-        _text(left + width, y(high) - 4, f"{high:.2f}", "small", "end"),
-        _text(left, y(low) - 4, f"{low:.2f}", "small"),
+        text_at(left + width, y(high) - 4, f"{high:.2f}", "small", "end"),
+        text_at(left, y(low) - 4, f"{low:.2f}", "small"),
         *(line(curve, "without") for curve in without),
         *(line(curve, "ours") for curve in ours),
-        _text(left, bottom + 20, f"validation loss, {last} steps, {len(ours)} seeds:", "small"),
-        _text(left, bottom + 35, "blue with it, gray without it;", "small"),
-        _text(left, bottom + 50, f"{gap:.4f} between the final means,", "small"),
-        _text(left, bottom + 65, f"{spread:.4f} between gray seeds", "small"),
+        text_at(left, bottom + 20, f"validation loss, {last} steps, {len(ours)} seeds:", "small"),
+        text_at(left, bottom + 35, "blue with it, gray without it;", "small"),
+        text_at(left, bottom + 50, f"{gap:.4f} between the final means,", "small"),
+        text_at(left, bottom + 65, f"{spread:.4f} between gray seeds", "small"),
     ]
 
 

@@ -161,7 +161,7 @@ def plan_memory(
         TimeoutError: If there is no plan after ``time_limit_s``.
 
     Note:
-        Times are ratios to the unchanged step, estimated from its kernels: see `docs/plan.md`.
+        Times are ratios to the unchanged step, estimated from its kernels, not measured.
 
     Example:
         >>> import torch

@@ -12,8 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_memsave
-from benchmarks.peak_picture import draw
-from benchmarks.readme import PICTURE, fill
+from benchmarks.readme import PICTURES, fill
 from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.cli.main import main
 from lightning_memsave.techniques.registry import entries
@@ -32,33 +31,13 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-# The second case on this page takes a minute: in `make test` only the first.
-SECOND_CASE = "\n<!-- second case"
-LONG = ROOT / "docs" / "where_did_my_memory_go.md"
-# How many blocks of output are compared, and on the whole page.
-NUM_SHOWN = {
-    LONG: (2, 4),
-    **{
-        ROOT / "docs" / f"{name}.md": (1, 1)
-        for name in ("plan", "out_of_memory", "doctor", "monitor")
-    },
-}
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the pages show what users see; warnings have own tests
-@pytest.mark.parametrize(
-    ("page", "end"),
-    [
-        *(pytest.param(page, SECOND_CASE, id=name_of(page)) for page in PAGES),
-        pytest.param(LONG, None, id=f"whole {name_of(LONG)}", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_code_on_the_page_runs(page, end, capsys, caplog, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_on_the_page_runs_and_prints_what_is_shown(page, capsys, caplog, monkeypatch):
     # A loaded machine is no reason for a prediction not to be there.
     monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", 600.0)
     text = page.read_text()
-    text = text.partition(end)[0] if end else text
     return_free_memory()  # the monitor shows how a process grows
     names: dict[str, object] = {}
     caplog.set_level("INFO")
@@ -68,14 +47,14 @@ def test_code_on_the_page_runs(page, end, capsys, caplog, monkeypatch):
         code = compile("\n" * line + match[1], str(page), "exec")
         exec(code, names)
         printed = capsys.readouterr().out
-        if page in NUM_SHOWN and (shown := SHOWN.match(text, match.end())):
+        if shown := SHOWN.match(text, match.end()):
             assert printed == shown[1]
             num_shown += 1
         # Each fit has its prediction: it prints, and logs, why there is none.
         said = printed + caplog.text
         reasons = [text for text in said.splitlines() if "not predicted" in text]
         assert reasons == [], f"{name_of(page)}, line {line}"
-    assert num_shown == NUM_SHOWN.get(page, (0, 0))[end is None]
+    assert num_shown == text.count("\n```text\n"), "output that follows no code is not compared"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -102,21 +81,62 @@ def test_lists_follow_an_empty_line(page):
     assert re.findall(r"^(?!- |[#\s]).+\n- .*", text, re.MULTILINE) == []
 
 
-def test_the_picture_is_that_of_the_result_files():
-    assert PICTURE.read_text() == draw(), "run `make readme`"
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_pictures_are_those_of_the_result_files(picture):
+    assert picture.read_text() == PICTURES[picture](), "run `make readme`"
 
 
-def test_a_remedy_on_the_long_page_is_what_its_prediction_says():
-    """The table is not made anew by a test, as it takes minutes; the prediction is."""
-    text = LONG.read_text()
-    remedy = re.search(r"([\d.]+ GiB)  x [\d.]+ +yes +preset single_gpu", text)
-    predicted = re.findall(r"^total +([\d.]+ GiB)$", text, re.MULTILINE)
-    assert remedy is not None
-    assert remedy[1] == predicted[-1]
+RESULT = re.compile(r"\]\((?:\.\./)?(benchmarks/results/[\w/]+\.md)\)")
+# With a fraction, or with thousands: sizes of batches are no figures.
+FIGURE = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+)(?!\d| tokens)")
+OF_OTHERS = ROOT / "docs" / "comparison.md"  # figures of other libraries, beside ours
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+def figures_that_are_not_in_their_files(text, figure=FIGURE):
+    """Of each row of a table that links to result files, and of each other block that does."""
+    for block in text.split("\n\n"):
+        rows = block.splitlines()
+        has_own_links = block.startswith("|") and any(map(RESULT.search, rows[1:]))
+        for passage in rows if has_own_links else [block]:
+            files = RESULT.findall(passage)
+            found = " ".join((ROOT / file).read_text() for file in files)
+            shown = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", passage)
+            known = set(figure.findall(found))
+            yield from (number for number in figure.findall(shown) if files and number not in known)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != OF_OTHERS], ids=name_of)
+def test_figures_beside_a_link_are_in_the_result_file(page):
+    assert [*figures_that_are_not_in_their_files(page.read_text())] == []
+
+
+def test_all_numbers_of_the_evidence_are_in_the_result_files():
+    text = (ROOT / "docs" / "evidence.md").read_text()
+    rows = "\n\n".join(
+        line.rpartition(" | ")[2] for line in text.splitlines() if line.startswith("| ")
+    )
+    numbers = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
+    assert [*figures_that_are_not_in_their_files(rows, numbers)] == []
+    wrong = "1.23 ([demo](../benchmarks/results/demo_cpu.md))"
+    assert [*figures_that_are_not_in_their_files(wrong)] == ["1.23"]
+
+
+def test_readme_and_docs_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+    assert len(PAGES) <= 1 + 16
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 22_000
+
+
+def test_the_gpu_in_the_readme_is_that_of_the_result_file():
+    rows = (ROOT / "benchmarks/results/gpu_nvidia_h200/fits.md").read_text()
+
+    def of(fit):
+        cells = re.search(rf"^\| {fit} +\|(.*)$", rows, re.MULTILINE)[1].split("|")
+        return [float(cell.strip(" ").replace(",", "")) for cell in (cells[0], cells[2])]
+
+    (plain_ms, plain_mib), (ms, mib) = of("gpt2_xl plain"), of("gpt2_xl single_gpu")
+    shown = f"{mib / 1024:.1f} GiB instead of {plain_mib / 1024:.0f}, at {ms / plain_ms:.2f} times"
+    assert shown in (ROOT / "README.md").read_text().replace("\n  ", " ")
 
 
 def test_the_reference_has_every_public_name():
@@ -135,7 +155,7 @@ def rows_below(page, heading, next_heading="\n## "):
 
 
 class TestArguments:
-    PAGE = (ROOT / "docs" / "arguments.md").read_text()
+    PAGE = (ROOT / "docs" / "reference.md").read_text()
     PARAMETERS = inspect.signature(MemSaveCallback).parameters
     ENTRIES: ClassVar = {entry.argument: entry for entry in entries()}
 
@@ -170,7 +190,7 @@ def prediction():
 
 
 class TestJson:
-    PAGE = (ROOT / "docs" / "json.md").read_text()
+    PAGE = (ROOT / "docs" / "reference.md").read_text()
     # Their keys are names, or have a table of their own.
     NAMES = ("settings", "versions", "ineffective", "by_category", "by_phase")
     # They have the keys of another one.

@@ -9,7 +9,7 @@ found in few predictions.
 
 EQUALLY_FAST = 0.01
 """Plans whose time differs by less, as a share, are judged by exactness: estimated ratios were
-within 14 % of measured ones on a CPU (docs/benchmarks.md, how long a step takes)."""
+within 14 % of measured ones on a CPU (benchmarks/results/step_time_cpu.md)."""
 CLOSE = 0.005
 """Of the time of the unchanged step: no faster plan is looked for that gains less."""
 FASTER, SMALLER, MUCH_FASTER = 0.99, 0.999, 0.8

@@ -178,11 +178,11 @@ class TestClaims:
 
 
 def test_the_page_lists_the_checks() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE)
     assert rows == [(check.name, check.finds) for check in CHECKS]
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert f"[{len(CHECKS)} known traps](docs/doctor.md)" in readme
+    assert f"[{len(CHECKS)} known traps](docs/command_line.md)" in readme
 
 
 def test_a_fit_that_needs_data_is_a_note() -> None:

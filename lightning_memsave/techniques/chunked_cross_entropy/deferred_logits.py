@@ -35,7 +35,7 @@ def warn_of_materialized_logits(part: Part, user: str) -> None:
         f"`chunked_cross_entropy` saves nothing for `{settings.name}`: {user} needs its full "
         f"logits, which were materialized ({format_bytes(_num_bytes(part.product))}). Compute the "
         "loss with `F.cross_entropy`, which does not need them (nor does `argmax`); see the limits "
-        "in docs/techniques/chunked_cross_entropy.md.",
+        "in docs/checkpointing_and_micro_batches.md.",
         NoEffectWarning,
         stacklevel=2,
     )
