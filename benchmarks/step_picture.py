@@ -77,7 +77,7 @@ def record() -> dict[str, Any]:
         found[name] = {
             "peak_bytes": prediction.peak_bytes,
             "by_category": prediction.to_dict()["by_category"],
-            **_points(prediction.timeline),
+            **points(prediction.timeline),
         }
     return found
 
@@ -86,7 +86,7 @@ def _gpt2_xl() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25))
 
 
-def _points(timeline: Timeline) -> dict[str, Any]:
+def points(timeline: Timeline) -> dict[str, Any]:
     """Of each few samples of one phase, the one with the most memory."""
     kept: list[int] = []
     for _, samples in groupby(range(len(timeline.phases)), lambda i: timeline.phases[i]):
