@@ -91,7 +91,7 @@ def test_every_case_has_its_commit(request) -> None:
     items = made_items(request, *(f"test_{name}[{n}]" for name in "ab" for n in range(5)))
     items[-1].add_marker(pytest.mark.exhaustive)
     for item in items[:5]:
-        item.add_marker(pytest.mark.daily(2))
+        item.add_marker(pytest.mark.turns(2))
     first, second = ({*left_to_test_all(items, number)} for number in (0, 1))
     assert {*left_to_test_all(items, 2)} == first
     assert first & second == {items[-1]}
@@ -101,7 +101,7 @@ def test_every_case_has_its_commit(request) -> None:
 def test_single_cases_do_not_all_run_with_the_same_commits(request) -> None:
     items = made_items(request, *(f"test_{n}" for n in range(60)))
     for item in items:
-        item.add_marker(pytest.mark.daily(2))
+        item.add_marker(pytest.mark.turns(2))
     assert 20 <= len(left_to_test_all(items, 0)) <= 40
 
 

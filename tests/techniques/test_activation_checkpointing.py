@@ -104,7 +104,7 @@ class WithLoss(nn.Module):
 
 @pytest.mark.parametrize("which", ["all", "nested:1,full:1,selective:1", "selective", 2], ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_hugging_face_families_train_bitwise_equal(family, which):
     model = WithLoss(family)
     saving = train(model, make_batch, ActivationCheckpointing(which), steps=2)

@@ -344,7 +344,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("name", ["own", "roberta", "gpt2"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.daily(2)
+    @pytest.mark.turns(2)
     def test_prediction_is_exact(self, name, dtype):
         model, batch = MODELS[name]().to(dtype), make_batch(labelled=0.3)
 

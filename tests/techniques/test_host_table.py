@@ -144,7 +144,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_every_optimizer_has_the_same_bits(name):
     (plain, optimizer), (ours, other) = pair(OPTIMIZERS[name])
     assert train(plain, optimizer) == train(ours, other)

@@ -56,14 +56,14 @@ def simulate(
 
 @pytest.mark.parametrize("which", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.daily(5)
+@pytest.mark.turns(5)
 def test_training_is_the_same_bit_for_bit(name, which):
     races = simulate(make_model(name), which)
     assert (races.copied_bytes > 0) == (name != "unrepeated")
 
 
 @pytest.mark.parametrize("which", KINDS)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_so_it_is_in_autocast_and_with_more_blocks_on_the_device(which):
     simulate(make_model("transformer"), which, wrap=InAutocast)
     simulate(make_model("eager_bert"), which, Offloads(num_kept=2))
@@ -271,7 +271,7 @@ def test_offloaded_weights_are_not_saved_as_activations():
 
 
 @pytest.mark.parametrize("which", KINDS)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_fake_tensors_need_the_same_bytes(which):
     def peaks(make_batch_of: Callable[[], Tensor]) -> list[Any]:
         model = Chain()

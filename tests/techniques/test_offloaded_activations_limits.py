@@ -32,7 +32,7 @@ from tests.techniques.races import Races
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("which", ["all", "selective", None])
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_memory_is_not_given_back_while_copies_of_it_run(which, error):
     model = Chain()
     checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)

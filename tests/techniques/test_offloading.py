@@ -100,7 +100,7 @@ class TestPlaces:
 
     @pytest.mark.parametrize("what", ["optimizer", "parameters", "parameters+activations"])
     @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert", "used_twice"])
-    @pytest.mark.daily(3)
+    @pytest.mark.turns(3)
     def test_no_device_computation_reads_host_memory(self, name, what):
         made = Offloaded(name, what, in_background=False)
         ActivationCheckpointing().apply(made.model)
@@ -323,7 +323,7 @@ class TestBitwise:
             ("parameters", "eager_bert"),
         ],
     )
-    @pytest.mark.daily(3)
+    @pytest.mark.turns(3)
     def test_whole_loops(self, what, name, loop):
         model = make_model(name).train()
         optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])

@@ -57,7 +57,7 @@ def simulate(what: str, name: str, loop: str, races: Races, which: str | None = 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.daily(4)
+@pytest.mark.turns(4)
 def test_training_is_the_same_bit_for_bit(what, loop, is_late):
     simulate(what, "dropout", loop, Races(is_late=is_late))
 
@@ -65,14 +65,14 @@ def test_training_is_the_same_bit_for_bit(what, loop, is_late):
 @pytest.mark.parametrize("which", [None, "all", "selective"])
 @pytest.mark.parametrize("what", EVERYTHING)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.daily(17)
+@pytest.mark.turns(17)
 def test_so_it_is_for_other_models(name, what, which):
     simulate(what, name, "accumulated", Races(), None if name == "unrepeated" else which)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_so_it_is_with_weights_in_bfloat16(what, is_late):
     """Against copies that are done at once, which a hand-written loop was compared with."""
 
@@ -135,7 +135,7 @@ def test_nothing_races(run, is_late):
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("is_low", [False, True])
 @pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.daily(3)
+@pytest.mark.turns(3)
 def test_a_loop_by_hand_gives_the_same_bits(what, is_low, is_late):
     """One that stops for each copy."""
     losses, expected = by_hand_on("cpu", "dropout", is_low=is_low)
