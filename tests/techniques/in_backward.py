@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.techniques.optimizer_in_backward.technique import (
@@ -14,6 +14,7 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import (
     OptimizerInBackward,
 )
 from tests.cases import make_batch
+from tests.helpers import assert_same
 
 WIDTH = 64
 
@@ -30,32 +31,6 @@ def adamw(params: Any, **settings: Any) -> Optimizer:
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, a), (_, b) in zip(
-        ours.state_dict().items(), theirs.state_dict().items(), strict=True
-    ):
-        assert torch.equal(a, b), name
-
-
-def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
-    mine, other = ours.state_dict(), theirs.state_dict()
-    assert mine["param_groups"] == other["param_groups"]
-    assert mine["state"].keys() == other["state"].keys()
-    for key, values in other["state"].items():
-        assert_equal(mine["state"][key], values)
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert_equal(ours[key], value)
-    elif isinstance(theirs, Tensor):
-        assert torch.equal(ours, theirs)
-    else:
-        assert ours == theirs
 
 
 def train_both(
@@ -85,7 +60,7 @@ def train_both(
         models.append(net)
         optimizers.append(optimizer)
     assert_same(*models)
-    assert_same_state(*optimizers)
+    assert_same(*optimizers)
     with pytest.raises(AssertionError):  # it has trained
         assert_same(model, models[0])
     return models[0], models[1]

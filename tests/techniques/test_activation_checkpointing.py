@@ -366,29 +366,6 @@ def test_frozen_blocks_without_gradients_add_no_work():
     assert not model(make_batch(0)).requires_grad
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_compiled_first", [True, False])
-def test_compiled_models_train_as_uncompiled_ones(is_compiled_first):
-    torch.manual_seed(1)
-    model = make_model("transformer").train()
-    for block in model.blocks:
-        block.dropout.p = block.dropout1.p = block.dropout2.p = block.self_attn.dropout = 0.0
-    reference = model(make_batch(0))
-    reference.backward()
-    expected = model.head.weight.grad.clone()
-    model.zero_grad()
-    if is_compiled_first:
-        compiled: Any = torch.compile(model, backend="aot_eager")
-        ActivationCheckpointing().apply(compiled)
-    else:
-        ActivationCheckpointing().apply(model)
-        compiled = torch.compile(model, backend="aot_eager")
-    loss = compiled(make_batch(0))
-    loss.backward()
-    torch.testing.assert_close(loss, reference)
-    torch.testing.assert_close(model.head.weight.grad, expected)
-
-
 def test_gradients_of_gradients_work():
     model: Any = make_model("batch_norm").train().double()
     batch = make_batch(0).double()

@@ -41,25 +41,6 @@ def test_all_are_copied_at_once(dtype):
         assert target.storage_offset() * target.element_size() % ALIGNMENT_BYTES == 0
 
 
-@pytest.mark.parametrize("drop", [1, 4])
-def test_what_is_left_out_parts_the_others(drop):
-    sources = [each for each in on_host() if each.numel()]
-    _, targets = empty_like_all(sources, dtypes_of(sources), HERE)
-    del sources[drop], targets[drop]
-    pairs = joined(targets, sources)
-    assert len(pairs) == (2 if drop == 1 else 1)
-    for target, source in pairs:
-        source.fill_(1)
-        target.copy_(source)
-    assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))
-
-
-def test_tensors_of_two_pieces_stay_apart():
-    sources = [*on_host()[:3], *on_host()[:3]]
-    _, targets = empty_like_all(sources, dtypes_of(sources), HERE)
-    assert len(joined(targets, sources)) == 2
-
-
 def test_another_type_or_order_has_no_common_distances():
     sources = on_host()[:3]
     _, half = empty_like_all(sources, [torch.bfloat16] * 3, HERE)

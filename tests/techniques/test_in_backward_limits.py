@@ -18,14 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from tests.cases import MODELS, make_batch, make_model
-from tests.techniques.in_backward import adamw, apply, assert_same, loops, step
+from tests.cases import make_batch, make_model
+from tests.helpers import assert_same
+from tests.techniques.in_backward import adamw, apply, loops, step
 
 
 class Rule(Optimizer):
@@ -268,21 +266,6 @@ def test_nothing_keeps_the_optimizer_alive():
     del model
     gc.collect()
     assert refs[1]() is None
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_under_activation_checkpointing(name):
-    ours, theirs = loops(make_model(name))
-    for net in (ours, theirs):
-        optimizer = adamw(net.parameters())
-        if net is ours:
-            apply(optimizer)
-            if name != "unrepeated":
-                ActivationCheckpointing().apply(net)
-        torch.manual_seed(0)
-        for number in range(3):
-            step(net, optimizer, number)
-    assert_same(ours, theirs)
 
 
 def reentrant(net: Any, times: int = 1) -> Tensor:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import assert_same
 from tests.techniques.killed_run import MOMENTS, NUM_STEPS, Loop
-from tests.techniques.offloaded_loops import assert_equal, assert_same_state
 
 ROOT = Path(__file__).parents[2]
 LAST_STEP = 4
@@ -36,6 +36,6 @@ def test_the_last_checkpoint_goes_on_as_if_nothing_had_happened(moment, killed):
         resumed.run(LAST_STEP)
         assert resumed.losses == unbroken.losses[LAST_STEP:]
         assert len(resumed.losses) == NUM_STEPS - LAST_STEP
-        assert_equal(resumed.model.state_dict(), unbroken.model.state_dict())
-        assert_same_state(resumed.optimizer.state_dict(), unbroken.optimizer.state_dict())
+        assert_same(resumed.model.state_dict(), unbroken.model.state_dict())
+        assert_same(resumed.optimizer.state_dict(), unbroken.optimizer.state_dict())
         resumed.close()

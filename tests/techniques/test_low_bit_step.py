@@ -1,7 +1,5 @@
 """The step of 8-bit optimizers, without waits for the GPU."""
 
-import copy
-import pickle
 from typing import Any
 
 import bitsandbytes
@@ -126,18 +124,6 @@ def test_the_host_does_not_wait(waits, order):
     assert order == []
 
 
-def test_same_bits_without_waits(waits):
-    ours, theirs = Model(), Model()
-    optimizers = [on_gpu(model, optimizer_for(model)) for model in (ours, theirs)]
-    for step in range(3):
-        for model in (ours, theirs):
-            give_gradients(model, step)
-        optimizers[0].step()
-        Optimizer8bit.step(optimizers[1])
-    pairs = zip(tensors_of(ours, optimizers[0]), tensors_of(theirs, optimizers[1]), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
 def test_another_stream_and_the_kernels_are_put_in_order(waits, order, monkeypatch):
     """bitsandbytes' kernels run on the default stream: gradients must be ready before them."""
     own = Stream("own", order)
@@ -164,15 +150,6 @@ def test_a_gradient_of_another_type_is_refused():
     with pytest.raises(IncompatibleError, match=r"torch\.bfloat16 and its gradient torch\.float32"):
         optimizer.step()
     assert not param.any()
-
-
-def test_step_of_one_parameter_does_not_wait(waits):
-    model = Model()
-    optimizer = on_gpu(model, optimizer_for(model))
-    give_gradients(model, NUM_TENSORS)
-    for param in model.parameters():
-        plain_step(optimizer, [param])
-    assert waits == []
 
 
 def test_paged_state_is_waited_for(waits):
@@ -223,30 +200,6 @@ def test_prefetches_before_each_update(monkeypatch):
     assert order == [(name, key) for key in ids for name in names]
 
 
-def test_nothing_is_waited_for_on_a_cpu(waits):
-    model = Model()
-    optimizer = optimizer_for(model)
-    give_gradients(model, 0)
-    optimizer.step()
-    assert waits == []
-
-
-def test_closure_runs_with_gradients_and_the_step_without():
-    model = Model()
-    optimizer = optimizer_for(model)
-
-    def closure():
-        assert torch.is_grad_enabled()
-        loss = sum(layer(torch.ones(2, 80)).sum() for layer in model.layers)
-        loss.backward()
-        return loss
-
-    before = [p.clone() for p in model.parameters()]
-    assert optimizer.step(closure).requires_grad
-    assert not any(map(torch.equal, before, model.parameters()))
-    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
-
-
 def test_hooks_and_schedulers_see_one_step():
     model = Model()
     optimizer = optimizer_for(model)
@@ -258,22 +211,6 @@ def test_hooks_and_schedulers_see_one_step():
     optimizer.step()
     scheduler.step()  # warns, which is an error here, if it has not seen the step
     assert seen == ["before", "after"]
-
-
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_make_the_same_step(copy_of):
-    model = Model()
-    optimizer = optimizer_for(model)
-    give_gradients(model, 0)
-    optimizer.step()
-    other_model, other = copy_of((model, optimizer))
-    for step in range(1, 3):
-        give_gradients(model, step)
-        give_gradients(other_model, step)
-        optimizer.step()
-        other.step()
-    pairs = zip(model.parameters(), other_model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_benchmark_runs_dry(tmp_path, capsys):

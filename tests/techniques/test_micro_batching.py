@@ -33,7 +33,7 @@ from lightning_memsave.techniques.micro_batching.training_state import (
     TrainingState,
 )
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from tests.out_of_memory import MESSAGE, OutOfMemoryAt
+from tests.out_of_memory import MESSAGE
 
 
 def make_model() -> nn.Module:
@@ -65,30 +65,6 @@ def test_the_sequence_of_sizes(limit):
     sizes.clear()
     step(torch.randn(16, 6))
     assert sizes == [size for size in tried if size == tried[-1]]
-
-
-@pytest.mark.parametrize("place", range(0, 40, 4))
-def test_a_repeated_batch_is_as_if_it_had_been_smaller_from_the_start(place):
-    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    results = []
-    for size, mode in ((4, OutOfMemoryAt()), ("auto", OutOfMemoryAt(place))):
-        model = make_model()
-        technique = MicroBatching(size, module=model)  # type: ignore[arg-type] # "auto" or 4
-
-        def loss_of(batch, model=model, mode=mode):
-            mode.is_armed = True
-            return model(batch).square().mean()
-
-        step = technique.apply(loss_of).target
-        torch.manual_seed(3)
-        with mode:
-            loss = step(batch)
-        assert mode.num_ops > max(mode.places, default=0)
-        results.append((loss, gradients(model), list(model.buffers())))
-    (loss, theirs, buffers), (same_loss, ours, same_buffers) = results
-    assert torch.equal(loss, same_loss)
-    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(buffers, same_buffers, strict=True))
 
 
 class TestRecovery:
@@ -225,36 +201,6 @@ def test_gradients_of_earlier_batches_survive():
     MicroBatching(module=model).apply(loss_of).target(batches[1])
     for ours, truth in zip(gradients(model), expected, strict=True):
         torch.testing.assert_close(ours, truth)
-
-
-def test_floor():
-    model = make_model()
-
-    def loss_of(batch):
-        raise torch.OutOfMemoryError(MESSAGE)
-
-    with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
-        MicroBatching(module=model).apply(loss_of).target(torch.randn(4, 6))
-
-
-def test_autocast_around_the_step_keeps_no_copies_of_weights():
-    """Outside of our step a plain loop may have `torch.autocast`, whose cache lives as long."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-    alive: list[int] = []
-
-    def loss_of(batch):
-        alive.append(live.live_bytes)
-        return model(batch).square().mean()
-
-    step = MicroBatching(1, loss_weight="samples").apply(loss_of).target
-    batch = torch.randn(6, 256)
-    with LiveTensors(model) as live, torch.autocast("cpu", torch.bfloat16):
-        step(batch)
-    copies = 4 * 256 * 256 * 2
-    assert max(alive[1:]) - min(alive[1:]) < 0.05 * copies
-    parameters = sum(p.nbytes for p in model.parameters())
-    assert alive[-1] - batch.nbytes - 2 * parameters < 0.5 * copies
 
 
 def test_state_is_put_back():

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.launches._count import StepCounter
 from lightning_memsave.core.memory import emulating_cuda
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
@@ -148,21 +147,6 @@ class TestSimulated:
                 copies.finish()
         converted_bytes = target.nbytes * adds
         assert live.peak.host_bytes == target.nbytes + 4 * 2**24 + converted_bytes
-
-    def test_what_lies_together_is_copied_at_once(self, copies):
-        host = HostMemory().tensors_like([torch.empty(size) for size in (3, 70, 1, 0, 5)])
-        device = copies.allocate(host, [each.dtype for each in host], torch.device("cpu"))
-        with StepCounter() as counter:
-            copies.to_device(device, host)()
-            for source, target in zip(device, host, strict=True):
-                copies.to_host(target, source, adds=False)
-            copies.finish()
-        counts = counter.counts
-        assert counts.operators["copy_"] == 2
-        assert counts.waits == {"synchronize": 1}
-        # With the gaps, up to where the last one ends.
-        num_bytes = 3 * 512 + 20
-        assert (counts.from_host_bytes, counts.to_host_bytes) == (num_bytes, num_bytes)
 
 
 def test_host_memory_keeps_its_type_inside_of_the_proof_of_a_loss():

@@ -29,9 +29,8 @@ from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
 from tests.cases import make_batch, make_model
-from tests.helpers import adamw
+from tests.helpers import adamw, assert_same, clones
 from tests.techniques.offloaded_chain import Block, Chain, Failing, batch_of
-from tests.techniques.offloaded_loops import assert_equal, clones
 from tests.techniques.races import Races
 
 EVERYTHING = Offloading("parameters+activations", min_bytes=1)
@@ -80,7 +79,7 @@ def test_gradients_of_a_failed_pass_do_not_reach_the_next_step(in_backward, rese
             runs.append(clones(model.state_dict()))
             if handle is not None:
                 handle.undo()
-    assert_equal(*runs)
+    assert_same(*runs)
 
 
 @pytest.mark.usefixtures("only_own_tensors")
@@ -223,7 +222,7 @@ def test_memory_that_cannot_be_locked_is_not_out_of_memory(room):
     assert "`ulimit -l`" in str(said.message)
     plain = make_model("dropout")
     step(plain, adamw(plain), make_batch(0))
-    assert_equal(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.memory import is_host
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.copies import StreamCopies
@@ -26,9 +22,9 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import He
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model
-from tests.helpers import InAutocast
+from tests.helpers import InAutocast, assert_same, clones
 from tests.techniques.offloaded_chain import Chain, Offloads, batch_of
-from tests.techniques.offloaded_loops import Offloaded, assert_equal, clones
+from tests.techniques.offloaded_loops import Offloaded
 from tests.techniques.races import Races
 from tests.techniques.test_host_table import Model, TiedModel, batch, on_host
 
@@ -46,43 +42,13 @@ ON_HOST: dict[str, Any] = {
 }
 
 
-def train(
-    *,
-    name: str = "dropout",
-    what: str | None = "optimizer",
-    rounding: str | None = None,
-    in_backward: bool = False,
-    recomputes: bool = True,
-) -> dict[str, Tensor]:
+def train(**how: Any) -> dict[str, Tensor]:
     """Two steps, each with gradients of two batches if they are not used at once."""
-    model = make_model(name).train()
-    if "embeddings" in (what or ""):
-        ChunkedCrossEntropy(heads="head", chunk_size=2).apply(model)
-    if recomputes:
-        ActivationCheckpointing().apply(model)
-    undo: list[Callable[[], None]] = []
-    if what is not None:
-        technique = Offloading(what, min_bytes=1, min_table_bytes=1)
-        handle = technique.apply(model)
-        undo.append(handle.undo)
-    run = model
-    if rounding is not None:
-        LowPrecisionWeights(rounding).apply(model)
-        run = InAutocast(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    if what not in (None, "activations"):
-        undo.append(technique.update_in_background(optimizer).undo)
-    if in_backward:
-        OptimizerInBackward().apply(optimizer)
+    made = Offloaded(**{"recomputes": True, "min_bytes": 1, "min_table_bytes": 1, **how})
     for number in range(2):
-        for part in range(1 if in_backward else 2):
-            torch.manual_seed(number)
-            run(make_batch(10 * number + part)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for function in reversed(undo):
-        function()
-    return clones(model.state_dict())
+        made.step(number, num_parts=1 if how.get("in_backward") else 2)
+    made.close()
+    return clones(made.model.state_dict())
 
 
 @functools.cache
@@ -96,7 +62,7 @@ def trained_at_once(kind: str) -> dict[str, Tensor]:
 def test_training(kind, is_late):
     with Races(is_late=is_late).running() as races:
         found = train(**ON_HOST[kind])
-    assert_equal(found, trained_at_once(kind))
+    assert_same(found, trained_at_once(kind))
     assert races.copied_bytes > 0
     assert races.num_spins == 0  # the core is for the updates
 
@@ -228,7 +194,7 @@ class TestWeights:
                     for function in reversed(undo):
                         function()
                 found.append(clones(model.state_dict()))
-            assert_equal(*found)
+            assert_same(*found)
 
     def test_gradients_that_have_landed_are_forgotten(self):
         """Updates in backward with clipping convert them, and no step waits for them."""
@@ -447,7 +413,7 @@ class TestHeldGradients:
                     optimizer.step()
                 handle.undo()
             found.append(clones(model.state_dict()))
-        assert_equal(*found)
+        assert_same(*found)
         num_bytes = sum(param.nbytes for param in model.parameters())
         assert races is not None
         assert races.copied_bytes == 3 * 2 * num_bytes

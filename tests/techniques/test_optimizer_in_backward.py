@@ -12,13 +12,12 @@ from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model
+from tests.helpers import assert_same
 from tests.techniques.in_backward import (
     WIDTH,
     MakeOptimizer,
     adamw,
     apply,
-    assert_same,
-    assert_same_state,
     loops,
     step,
     train_both,
@@ -107,7 +106,7 @@ def test_gradients_add_up_until_the_last_backward():
         optimizers[1].step()
         optimizers[1].zero_grad()
     assert_same(ours, theirs)
-    assert_same_state(*optimizers)
+    assert_same(*optimizers)
 
 
 class SometimesUnused(nn.Module):
@@ -163,7 +162,7 @@ def test_backward_may_run_in_the_closure_of_the_step(by_keyword, settings):
             assert loss is not None
             optimizer.zero_grad()
     assert_same(ours, theirs)
-    assert_same_state(*optimizers)
+    assert_same(*optimizers)
 
 
 def test_schedulers_and_hooks_of_the_step_see_one_step():
@@ -322,15 +321,6 @@ def test_gradients_that_stay_on_the_device_are_clipped_too(kept_bytes):
     train_both(
         make_model("dropout"), adamw, clip=Clipped.norm, clip_norm=1e-3, kept_bytes=kept_bytes
     )
-
-
-def test_parameters_of_several_groups_are_updated_together():
-    def groups(params: list[nn.Parameter]) -> Optimizer:
-        is_bias = [{"params": p, "weight_decay": 0.0} for p in params if p.ndim < 2]
-        others = {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.3}
-        return adamw([others, *is_bias])
-
-    train_both(make_model("dropout"), groups)
 
 
 def test_clips_what_only_an_earlier_part_gave_a_gradient():

@@ -9,6 +9,7 @@ from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from tests.helpers import assert_same
 
 FAMILIES = {
     "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),
@@ -52,73 +53,6 @@ def continue_with(model, old, make, steps=10):
     new.load_state_dict(convert_state_dict(saved, new))
     assert_same(saved, before)
     return train(model, new, steps, start=100), model, new
-
-
-def assert_same(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key, value in a.items():
-            assert_same(value, b[key])
-    elif isinstance(a, list | tuple):
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    else:
-        assert a == b
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_32bit_to_8bit_goes_on_as_32bit_would(name):
-    make, model = FAMILIES[name], make_model()
-    old = make(model)
-    train(model, old, 20)
-    expected, kept, _ = continue_with(model, old, make)
-    loss, moved, new = continue_with(model, old, lambda m: low_bit(m, make))
-    weight, bias = list(moved.parameters())[:2]
-    assert new.state[weight]["state1"].dtype == torch.uint8
-    assert new.state[bias]["state1"].dtype == torch.float32
-    assert loss == pytest.approx(expected, rel=0.02)
-    forgetful = copy.deepcopy(model)
-    train(forgetful, make(forgetful), 10, start=100)
-    forgotten = (parameters(forgetful) - parameters(kept)).abs().mean()
-    error = (parameters(moved) - parameters(kept)).abs().mean()
-    assert error < 0.1 * forgotten  # the state has really arrived
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_8bit_to_32bit_goes_on_as_8bit_would(name):
-    make, model = FAMILIES[name], make_model()
-    old = low_bit(model, make)
-    train(model, old, 20)
-    expected, kept, _ = continue_with(model, old, lambda m: low_bit(m, make))
-    loss, moved, new = continue_with(model, old, make)
-    assert type(new).__module__.startswith("torch.optim")
-    assert loss == pytest.approx(expected, rel=0.02)
-    forgetful = copy.deepcopy(model)
-    train(forgetful, make(forgetful), 10, start=100)
-    forgotten = (parameters(forgetful) - parameters(kept)).abs().mean()
-    error = (parameters(moved) - parameters(kept)).abs().mean()
-    assert error < 0.1 * forgotten
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_8bit_to_8bit_passes_as_it_is(name):
-    make, model = FAMILIES[name], make_model()
-    old = low_bit(model, make)
-    train(model, old, 3)
-    saved = old.state_dict()
-    assert convert_state_dict(saved, low_bit(make_model(), make)) is saved
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_32bit_to_32bit_passes_as_it_is(name):
-    make, model = FAMILIES[name], make_model()
-    old = make(model)
-    train(model, old, 3)
-    saved = old.state_dict()
-    assert convert_state_dict(saved, make(make_model())) is saved
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "sgd_8bit"])
