@@ -204,12 +204,18 @@ def _tiny_list(name: str, values: Any, config: Any) -> dict[str, Any]:
     return {}
 
 
-def make_config(family: str) -> Any:
+def make_config(family: str, **settings: Any) -> Any:
     config_class = transformers.CONFIG_MAPPING[family]
-    config = config_class(**tiny_settings(config_class()))
+    config = config_class(**(tiny_settings(config_class()) | settings))
     if config.is_encoder_decoder:
         config.decoder_start_token_id = 0
     return config
+
+
+def tiny(family: str, of: str | None = None, **settings: Any) -> Any:
+    """A model of a family, of a class if it is named, with other settings where they are given."""
+    torch.manual_seed(1)
+    return getattr(transformers, of or CLASSES[family])(make_config(family, **settings))
 
 
 HYBRID = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
@@ -391,8 +397,7 @@ class Tiny(nn.Module):
 
     def __init__(self, family: str) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.model = getattr(transformers, CLASSES[family])(make_config(family))
+        self.model = tiny(family)
         if family in VANISHING:
             for module in self.model.modules():
                 if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):

@@ -19,19 +19,10 @@ from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
     DeferredLogits,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from tests.techniques.hugging_face import tiny
 
 WIDTH, WORDS, LENGTH = 32, 1500, 64
-SMALL: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 80,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "num_hidden_layers": 2}
 
 
 class Model(nn.Module):
@@ -50,45 +41,16 @@ class Model(nn.Module):
         return functional.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1))
 
 
-def roberta() -> nn.Module:
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    return RobertaForMaskedLM(RobertaConfig(**SMALL))
+def gpt2() -> Any:
+    return tiny("gpt2", vocab_size=WORDS, n_layer=2, loss_type="ForCausalLM")
 
 
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**SMALL))
+def llama() -> Any:
+    return tiny("llama", **SIZES)
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(  # type: ignore[call-arg]
-        vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=80,
-        bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False))
-
-
-def bart() -> nn.Module:
-    """It adds a vector to its logits, and embeds twice."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    config = BartConfig(
-        vocab_size=WORDS, d_model=WIDTH, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64,
-        decoder_ffn_dim=64, max_position_embeddings=80, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0, forced_eos_token_id=None,
-    )  # fmt: skip
-    return BartForConditionalGeneration(config)
+def roberta() -> Any:
+    return tiny("roberta", "RobertaForMaskedLM", **SIZES)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -96,10 +58,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "own, untied": lambda: Model(tied=False),
     "own, padding": lambda: Model(padding=3),
     "roberta": roberta,
-    "bert": bert,
+    "bert": lambda: tiny("bert", "BertForMaskedLM", **SIZES),
     "gpt2": gpt2,
     "llama": llama,
-    "bart": bart,
+    # It adds a vector to its logits, and embeds twice.
+    "bart": lambda: tiny("bart", "BartForConditionalGeneration", vocab_size=WORDS),
 }
 
 

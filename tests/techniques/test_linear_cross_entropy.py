@@ -1,8 +1,6 @@
 """The loss without logits, held against 64-bit arithmetic and against the ordinary computation."""
 
-import copy
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -430,20 +428,3 @@ class TestMemory:
     def test_all_labels_in_low_precision(self):
         """The gradient in 32 bits, and then in its own type."""
         assert self.peak(torch.bfloat16, 1.0, None) < 1.0 + 0.65
-
-    def test_logits_would_be_larger(self):
-        assert self.num_rows / self.width == 4.0
-
-
-def test_chunks_are_even_and_of_a_size():
-    x, weight = torch.zeros(2048, 256), torch.zeros(8000, 256)
-    call = Call(
-        Operands((x,), (weight,), None, None), torch.zeros(2048), None, None, LossSettings()
-    )
-    size = call.chunk_size(has_gradients=True)
-    assert size % 8 == 0
-    assert size * 8000 * 4 <= 2.2 * x.numel() * 4
-    fixed = copy.copy(call)
-    settings: Any = LossSettings(chunk_size=100_000)
-    object.__setattr__(fixed, "settings", settings)
-    assert fixed.chunk_size(has_gradients=True) == 2048

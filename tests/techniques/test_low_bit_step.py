@@ -113,15 +113,28 @@ def test_same_bits_as_bitsandbytes_own_step(word, dtype):
 
 
 def test_the_host_does_not_wait(waits, order):
-    model = Model()
-    optimizer = on_gpu(model, optimizer_for(model))
-    give_gradients(model, NUM_TENSORS)
-    Optimizer8bit.step(optimizer)
-    assert len(waits) == NUM_TENSORS, "bitsandbytes waits after each"
-    waits.clear()
-    optimizer.step()
-    assert waits == []
+    ours, theirs = Model(), Model()
+    optimizers = [on_gpu(model, optimizer_for(model)) for model in (ours, theirs)]
+    for step in range(3):
+        for model in (ours, theirs):
+            give_gradients(model, step)
+        optimizers[0].step()
+        assert waits == []
+        Optimizer8bit.step(optimizers[1])
+        assert len(waits) == NUM_TENSORS - (step < NUM_TENSORS), "bitsandbytes waits after each"
+        waits.clear()
     assert order == []
+    for param in ours.parameters():
+        plain_step(optimizers[0], [param])
+    assert waits == []
+    on_cpu = Model()
+    give_gradients(on_cpu, 0)
+    optimizer_for(on_cpu).step()
+    assert waits == []
+    for param in theirs.parameters():
+        plain_step(optimizers[1], [param])
+    pairs = zip(tensors_of(ours, optimizers[0]), tensors_of(theirs, optimizers[1]), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_another_stream_and_the_kernels_are_put_in_order(waits, order, monkeypatch):

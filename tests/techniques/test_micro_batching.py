@@ -12,7 +12,6 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -23,10 +22,6 @@ from lightning_memsave.errors import (
     MemsaveError,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.micro_batching.loss_weights import (
-    read_weights,
-    weightings_of,
-)
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import (
     KnownChanges,
@@ -351,40 +346,6 @@ def test_graphs_that_a_module_drops_are_not_kept():
     assert torch.equal(model.last, values)
 
 
-def test_weights_of_all_micro_batches_are_read_at_once():
-    """Each number that is read alone is one more wait for a GPU."""
-
-    class Reads(TorchDispatchMode):
-        num_reads = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.num_reads += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
-    labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
-    parts = [{"labels": part} for part in labels.split(1)]
-    weightings = weightings_of("auto", parts[0])
-    with Reads() as reads:
-        rows = read_weights(weightings, parts)
-    assert reads.num_reads == 0
-    assert dict(zip([w.text for w in weightings], rows, strict=True)) == {
-        "weighted by samples": [1, 1, 1, 1],
-        "weighted by the entries of `labels` that are not -100": [1, 2, 0, 2],
-        "weighted by the entries of `labels` that are not 0": [2, 2, 2, 2],
-        "weighted by the entries of `labels` that are not -1": [2, 2, 2, 2],
-        "weighted by the entries of `labels` that are not -100, without the first of each sample": [
-            *(0, 1, 0, 1)
-        ],
-        "weighted by the entries of `labels` that are not 0, without the first of each sample": [
-            *(1, 1, 1, 1)
-        ],
-        "weighted by the entries of `labels` that are not -1, without the first of each sample": [
-            *(1, 1, 1, 1)
-        ],
-        "summed, as the loss is a sum over samples": [1, 1, 1, 1],
-    }
-
-
 def test_tokens_need_labels():
     step = MicroBatching(2, loss_weight="tokens").apply(lambda batch: batch.sum()).target
     with pytest.raises(ConfigurationError, match="no tensor named `labels`"):
@@ -482,19 +443,6 @@ class TestInAPlainLoop:
         # Of the bias of a key, gradients are rounding only.
         model.requires_grad_(False).transformer.wte.requires_grad_()
         assert gradient_error(model, lambda batch: model(**batch).loss, batch) < 1e-5
-
-    def test_class_weights(self):
-        model, batch = self.classified()
-        weight = torch.tensor([1.0, 5.0, 0.2])
-
-        def loss_of(batch):
-            return nn.functional.cross_entropy(model(batch["x"]), batch["y"], weight)
-
-        assert gradient_error(model, loss_of, batch) < 1e-5
-
-    def test_a_sum(self):
-        model, batch = self.classified()
-        assert gradient_error(model, lambda batch: model(batch["x"]).square().sum(), batch) < 1e-5
 
     @pytest.mark.parametrize("size", [4, "auto"])
     def test_time_first_is_refused(self, size):

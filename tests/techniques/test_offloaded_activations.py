@@ -18,7 +18,6 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.residence import Residence
-from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import InAutocast, assert_bitwise_equal, seed_torch, train
 from tests.techniques.offloaded_chain import (
     INPUT,
@@ -33,40 +32,6 @@ from tests.techniques.offloaded_chain import (
     watch,
 )
 from tests.techniques.races import Races
-
-
-def simulate(
-    model: nn.Module,
-    which: str | None,
-    offloads: Offloads | None = None,
-    wrap: Any = lambda model: model,
-    make_batch: Callable[[int], Tensor] = make_batch,
-) -> Races:
-    """Compare training with and without, and look for races."""
-    own: list[Any] = (
-        [] if which is None or not find_blocks(model) else [ActivationCheckpointing(which)]
-    )
-    plain = train(wrap(model), make_batch)
-    with Races().running() as races:
-        techniques: list[Any] = [*own, offloads or Offloads()]
-        found = train(wrap(model), make_batch, techniques)
-    assert_bitwise_equal(found, plain)
-    return races
-
-
-@pytest.mark.parametrize("which", KINDS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.turns(5)
-def test_training_is_the_same_bit_for_bit(name, which):
-    races = simulate(make_model(name), which)
-    assert (races.copied_bytes > 0) == (name != "unrepeated")
-
-
-@pytest.mark.parametrize("which", KINDS)
-@pytest.mark.turns(2)
-def test_so_it_is_in_autocast_and_with_more_blocks_on_the_device(which):
-    simulate(make_model("transformer"), which, wrap=InAutocast)
-    simulate(make_model("eager_bert"), which, Offloads(num_kept=2))
 
 
 def test_the_last_input_alone_is_on_the_device_after_the_blocks():
@@ -242,7 +207,12 @@ class Views(Chain):
 @pytest.mark.parametrize("which", KINDS)
 def test_views_and_labels_are_what_they_were(which):
     seed_torch(1)
-    simulate(Views(), which, make_batch=lambda _: batch_of(64))
+    model, own = Views(), [] if which is None else [ActivationCheckpointing(which)]
+    techniques: Any = [*own, Offloads()]
+    plain = train(model, lambda _: batch_of(64))
+    with Races().running():
+        found = train(model, lambda _: batch_of(64), techniques)
+    assert_bitwise_equal(found, plain)
 
 
 @pytest.mark.parametrize("which", KINDS)

@@ -1,8 +1,6 @@
 """Offloaded activations after errors, in unusual backward passes, and beside other things."""
 
-import copy
 import gc
-import pickle
 from typing import Any
 
 import pytest
@@ -246,19 +244,6 @@ def test_evaluation_moves_nothing():
         with torch.inference_mode():
             model(batch_of())
         assert offloaded.host_bytes == 0
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_of_a_model_save_their_own_tensors(make_copy):
-    model, batch = Chain(), batch_of()
-    with offloading(model) as offloaded:
-        double = make_copy(model)
-        double(batch).backward()
-        assert offloaded.host_bytes == 0
-        model(batch).backward()
-        assert offloaded.host_bytes == (NUM_BLOCKS - 1) * INPUT
-        make_copy(model)
-    assert all(map(torch.equal, gradients_of(model), gradients_of(double)))
 
 
 def test_undo_restores_the_model_and_frees_the_host():

@@ -20,17 +20,13 @@ from torch import Tensor, nn
 
 from lightning_memsave.errors import MemsaveWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
 from tests.cases import make_batch, make_model
 from tests.helpers import adamw, assert_same, clones
-from tests.techniques.offloaded_chain import Block, Chain, Failing, batch_of
+from tests.techniques.offloaded_chain import Chain, Failing, batch_of
 from tests.techniques.races import Races
 
 EVERYTHING = Offloading("parameters+activations", min_bytes=1)
@@ -126,38 +122,6 @@ def test_nothing_grows_from_step_to_step(technique):
                 others.append((pieces, len(set(threading.enumerate()) - of_others)))
     assert max(counts) - counts[0] < 5  # less than one in each step
     assert others == [others[0]] * 3
-
-
-class Deep(Chain):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
-
-
-def test_copies_to_the_device_do_not_run_ahead():
-    """However many blocks there are, the device has the weights and inputs of two."""
-    peaks = []
-    for num_blocks in (6, 12):
-        model, batch = Deep(num_blocks), batch_of(64)
-        ActivationCheckpointing().apply(model)
-        with trained(EVERYTHING, model) as (handle, optimizer):
-            step(model, optimizer, batch)
-            with LiveTensors(model, [optimizer]) as live:
-                step(model, optimizer, batch)
-                handle.wait()
-            peaks.append((live.peak.parameter_bytes, live.peak.activation_bytes))
-    assert peaks[0] == peaks[1]
-
-
-def test_copies_to_the_host_do_not_pile_up():
-    size = 2**20
-    copies = StreamCopies(HostWorker(in_background=False), HostMemory(), None)
-    target = HostMemory().tensors_like([torch.empty(size, dtype=torch.uint8)])[0]
-    with LiveTensors(model := nn.Linear(1, 1)) as live:
-        for _ in range(64):
-            copies.to_host(target, torch.ones(size, dtype=torch.uint8), adds=False)
-        moving_bytes = live.peak.total_bytes - sum(p.nbytes for p in model.parameters())
-        assert moving_bytes == 33 * size  # half of it put together, and the last one
 
 
 class Runtime:

@@ -1,4 +1,5 @@
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -53,6 +54,31 @@ def continue_with(model, old, make, steps=10):
     new.load_state_dict(convert_state_dict(saved, new))
     assert_same(saved, before)
     return train(model, new, steps, start=100), model, new
+
+
+@pytest.mark.parametrize("is_8bit_first", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_goes_on_in_the_other_width_as_it_would_have_in_its_own(name, is_8bit_first):
+    makes = [functools.partial(low_bit, make=FAMILIES[name]), FAMILIES[name]]
+    own, other = makes if is_8bit_first else makes[::-1]
+    model = make_model()
+    old = own(model)
+    train(model, old, 20)
+    saved = old.state_dict()
+    assert convert_state_dict(saved, own(make_model())) is saved
+    expected, kept, _ = continue_with(model, old, own)
+    loss, moved, new = continue_with(model, old, other)
+    if is_8bit_first:
+        assert type(new).__module__.startswith("torch.optim")
+    else:
+        states = [new.state[param]["state1"].dtype for param in moved.parameters()]
+        assert states[:2] == [torch.uint8, torch.float32]
+    assert loss == pytest.approx(expected, rel=0.02)
+    forgetful = copy.deepcopy(model)
+    train(forgetful, FAMILIES[name](forgetful), 10, start=100)
+    forgotten = (parameters(forgetful) - parameters(kept)).abs().mean()
+    error = (parameters(moved) - parameters(kept)).abs().mean()
+    assert error < 0.1 * forgotten  # the state has really arrived
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "sgd_8bit"])
