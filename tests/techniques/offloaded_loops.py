@@ -17,18 +17,22 @@ from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
-from tests.helpers import InAutocast, clones
+from tests.helpers import InAutocast, assert_same, clones
 
 
 class Offloaded:
-    """A model of the contract suite with something of it on the host, and its optimizer."""
+    """A model of the contract suite with something of it on the host, and its optimizer.
+
+    With ``what=None`` the same without offloading, to compare with.
+    """
 
     def __init__(
         self,
         name: str = "dropout",
-        what: str = "optimizer",
+        what: str | None = "optimizer",
         *,
         optimizer: str = "AdamW",
+        chunks: bool = False,
         rounding: str | None = None,
         in_backward: bool | OptimizerInBackward = False,
         in_background: bool = True,
@@ -38,13 +42,15 @@ class Offloaded:
     ) -> None:
         self.device = device
         self.model = make_model(name).train().to(device)
-        if "embeddings" in what:
+        if chunks:
             ChunkedCrossEntropy(heads="head", chunk_size=2).apply(self.model)
         if recomputes:
             ActivationCheckpointing().apply(self.model)
-        technique = Offloading(what, **settings)
-        self.handle: OffloadingHandle = technique.apply(self.model)
-        self._undo = [self.handle.undo]
+        self._undo: list[Callable[[], None]] = []
+        if what is not None:
+            technique = Offloading(what, **settings)
+            self.handle: OffloadingHandle = technique.apply(self.model)
+            self._undo.append(self.handle.undo)
         if rounding is not None:
             LowPrecisionWeights(rounding).apply(self.model)
         self.whole = self.model if rounding is None else InAutocast(self.model)
@@ -52,8 +58,9 @@ class Offloaded:
         if in_backward:
             chosen = OptimizerInBackward() if in_backward is True else in_backward
             self.in_backward = chosen.apply(self.optimizer)
-        if in_background and what != "activations":
-            self._undo.append(technique.update_in_background(self.optimizer).undo)
+        if in_background and what not in (None, "activations"):
+            self.updates = technique.update_in_background(self.optimizer)
+            self._undo.append(self.updates.undo)
 
     @property
     def residence(self) -> Residence:
@@ -75,6 +82,14 @@ class Offloaded:
             function()
 
 
+def assert_bitwise(ours: Offloaded, theirs: Offloaded, num_steps: int = 4) -> None:
+    """Train both, and compare all that they have."""
+    for number in range(num_steps):
+        assert torch.equal(ours.step(number), theirs.step(number))
+    assert_same(ours.model, theirs.model)
+    assert_same(ours.optimizer, theirs.optimizer)
+
+
 class Own(torch.optim.AdamW):
     """Nobody knows whether it couples parameters."""
 
@@ -85,7 +100,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
     "8bit": lambda params: LowBitOptimizer().apply(torch.optim.AdamW(params, lr=1e-3)).target,
-    "unknown": lambda params: Own(params, lr=1e-3),
+    "unknown": lambda params: Own(params, lr=1e-3, weight_decay=0.1),
     "two groups": lambda params: torch.optim.AdamW(
         [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}], lr=1e-3
     ),

@@ -1,10 +1,7 @@
 """Micro-batches in a plain PyTorch loop."""
 
 import copy
-import itertools
 import random
-import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,140 +59,29 @@ def test_the_sequence_of_sizes(limit):
     assert sizes == [size for size in tried if size == tried[-1]]
 
 
-class TestRecovery:
-    """What happens between two tries needs memory as well."""
+def test_an_error_that_says_nothing():
+    def fail(batch):
+        raise MemoryError
 
-    def run(self, fails_at, save=None, restore=lambda: None):
-        """Pass a batch of 8; give the sizes that came to an end."""
-        runner = MicroBatching(module=nn.Linear(1, 1), loss_weight="samples").make_runner()
-        passed: list[int] = []
-
-        def pass_part(part, weight, num_samples, is_last):
-            if len(part) > fails_at:
-                raise torch.OutOfMemoryError(MESSAGE)
-            passed.append(len(part))
-
-        state: Any = SimpleNamespace(restore=restore)
-        runner.run(
-            torch.zeros(8, 1), pass_part, save_state=save or (lambda: state), forget=passed.clear
-        )
-        return passed
-
-    def failing(self, *times):
-        """Run out of memory in some calls, counted from 1."""
-        calls = itertools.count(1)
-
-        def function():
-            if next(calls) in times:
-                raise torch.OutOfMemoryError(MESSAGE)
-
-        return function
-
-    def test_of_saving_is_one_of_the_batch(self):
-        fail = self.failing(1)
-
-        def save():
-            fail()
-            return SimpleNamespace(restore=lambda: None)
-
-        assert self.run(8, save) == [4, 4]
-
-    def test_of_restoring_is_one_of_the_batch(self):
-        assert self.run(4, restore=self.failing(1)) == [2] * 4
-        assert self.run(4, restore=self.failing(1, 2)) == [1] * 8
-
-    def test_to_the_floor(self):
-        with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
-            self.run(4, restore=self.failing(1, 2, 3))
-
-    def test_garbage_goes_before_anything_is_restored(self):
-        alive: list[bool] = []
-        garbage: list[Any] = []
-        model = nn.Linear(6, 2)
-
-        class Watched(TrainingState):
-            def restore(self):
-                alive.append(garbage[0]() is not None)
-                super().restore()
-
-        def pass_part(part, weight, num_samples, is_last):
-            if len(part) > 4:
-                cycle: list[Any] = [model(part)]
-                cycle.append(cycle)
-                garbage.append(weakref.ref(cycle[0]))
-                raise torch.OutOfMemoryError(MESSAGE)
-
-        MicroBatching(module=model, loss_weight="samples").make_runner().run(
-            torch.zeros(8, 6),
-            pass_part,
-            save_state=lambda: Watched(model, gradients="drop"),
-            forget=lambda: None,
-        )
-        assert alive == [False]
-
-    def test_an_error_that_says_nothing(self):
-        def fail(batch):
-            raise MemoryError
-
-        with pytest.raises(MemoryExhaustedError, match="cannot be reduced: MemoryError"):
-            MicroBatching(module=nn.Linear(1, 1)).apply(fail).target(torch.zeros(1, 1))
-
-    def test_an_error_of_the_user_that_memory_caused(self):
-        class LayerError(Exception):
-            pass
-
-        sizes = []
-
-        def loss_of(batch):
-            if torch.is_grad_enabled():  # not in the proof
-                sizes.append(len(batch))
-            try:
-                if len(batch) > 4:
-                    raise torch.OutOfMemoryError(MESSAGE)
-            except torch.OutOfMemoryError as error:
-                raise LayerError("layer 3") from error
-            return model(batch).sum()
-
-        model = nn.Linear(6, 2)
-        MicroBatching(module=model).apply(loss_of).target(torch.ones(8, 6))
-        assert sizes == [8, 4, 4]
-
-    def test_other_errors_inside_of_a_handler_are_not_repeated(self):
-        """`except torch.OutOfMemoryError: train again` puts it into the context of each error."""
-        sizes = []
-
-        def fail(batch):
-            sizes.append(len(batch))
-            raise ValueError("wrong")
-
-        step = MicroBatching(module=nn.Linear(1, 1)).apply(fail).target
-        try:
-            raise torch.OutOfMemoryError(MESSAGE)
-        except torch.OutOfMemoryError:
-            with pytest.raises(ValueError, match="wrong"):
-                step(torch.zeros(8, 1))
-        assert sizes == [8]
+    with pytest.raises(MemoryExhaustedError, match="cannot be reduced: MemoryError"):
+        MicroBatching(module=nn.Linear(1, 1)).apply(fail).target(torch.zeros(1, 1))
 
 
-def test_gradients_of_earlier_batches_survive():
-    model = make_model().eval()
+def test_other_errors_inside_of_a_handler_are_not_repeated():
+    """`except torch.OutOfMemoryError: train again` puts it into the context of each error."""
+    sizes = []
 
-    def loss_of(batch):
-        if len(batch) > 4:
-            loss = model(batch).square().mean()
-            loss.backward()  # half a backward pass has happened when memory runs out
-            raise torch.OutOfMemoryError(MESSAGE)
-        return model(batch).square().mean()
+    def fail(batch):
+        sizes.append(len(batch))
+        raise ValueError("wrong")
 
-    batches = torch.randn(2, 8, 6)
-    for batch in batches:
-        model(batch).square().mean().backward()
-    expected = gradients(model)
-    model.zero_grad()
-    model(batches[0]).square().mean().backward()
-    MicroBatching(module=model).apply(loss_of).target(batches[1])
-    for ours, truth in zip(gradients(model), expected, strict=True):
-        torch.testing.assert_close(ours, truth)
+    step = MicroBatching(module=nn.Linear(1, 1)).apply(fail).target
+    try:
+        raise torch.OutOfMemoryError(MESSAGE)
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="wrong"):
+            step(torch.zeros(8, 1))
+    assert sizes == [8]
 
 
 def test_state_is_put_back():
@@ -471,17 +357,3 @@ class TestInAPlainLoop:
             IncompatibleError, match='or what it is, such as `loss_weight="samples"'
         ):
             MicroBatching(4).apply(lambda batch: batch.sum())
-
-    def test_what_freezes_parameters_and_fails_is_put_back(self):
-        """As the generator's step does, for which the critic is frozen."""
-        model = nn.Linear(6, 2)
-
-        def loss_of(batch):
-            model.requires_grad_(False)
-            if len(batch) > 4:
-                raise torch.OutOfMemoryError(MESSAGE)
-            model.requires_grad_()
-            return model(batch).square().mean()
-
-        MicroBatching(4, module=model).apply(loss_of).target(torch.randn(8, 6))
-        assert all(param.requires_grad for param in model.parameters())

@@ -22,8 +22,8 @@ from lightning_memsave.techniques.offloading.copies import StreamCopies, copies_
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
+from tests.techniques.offloaded_loops import Offloaded
 from tests.techniques.races import Races
 
 NUM_PARTS = 5  # four blocks and the head
@@ -32,19 +32,11 @@ NUM_WEIGHTS = 4 * 6 + 2
 
 def run_steps(what: str, device: str, *, in_backward: bool) -> Iterator[int]:
     """Train, and stop before each step."""
-    model, offloading = make_model("dropout").train().to(device), Offloading(what)
-    handles: list[Any] = [offloading.apply(model)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    if in_backward:
-        handles.append(OptimizerInBackward().apply(optimizer))
-    handles.append(offloading.update_in_background(optimizer))
+    made = Offloaded(what=what, device=device, in_backward=in_backward, optimizer="fused AdamW")
     for number in range(3):
         yield number
-        model(make_batch(number).to(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for each in reversed(handles):
-        each.undo()
+        made.step(number)
+    made.close()
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -81,16 +73,6 @@ def counting_waits() -> Iterator[Counter[str]]:
 
             patch.setattr(kind, "synchronize", wait)
         yield found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("what", ["optimizer", "parameters"])
-def test_the_host_waits_once_in_a_step(what):
-    """For all gradients, at the end of backward."""
-    with counting_waits() as found:
-        steps = run_steps(what, "cuda", in_backward=False)
-        before = [found.copy() for _ in steps]
-    assert sum((before[2] - before[1]).values()) == 1
 
 
 @pytest.mark.gpu

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from lightning_memsave.errors import IncompatibleError, MemsaveError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques import tiled_steps
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.offloading import residence
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -20,17 +17,10 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import Optimiz
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import MODELS, Model, make_batch, make_model
 from tests.helpers import assert_same
-from tests.techniques.offloaded_loops import Offloaded, optimizer_of
+from tests.techniques.offloaded_loops import Offloaded, assert_bitwise
 
 KINDS = ["AdamW", "fused AdamW", "momentum", "Adafactor", "8bit"]
 Run = functools.partial(Offloaded, in_backward=True)
-
-
-def assert_bitwise(ours: Offloaded, theirs: Offloaded, num_steps: int = 4) -> None:
-    for number in range(num_steps):
-        assert torch.equal(ours.step(number), theirs.step(number))
-    assert_same(ours.model, theirs.model)
-    assert_same(ours.optimizer, theirs.optimizer)
 
 
 class TestBitwise:
@@ -145,22 +135,12 @@ class TestUsedTwice:
         how: dict[str, Any] = {"what": "parameters", "device": "cuda"}
         assert_bitwise(Run(name, **how), Run(name, **how, in_backward=False))
 
-    @pytest.mark.parametrize("which", [None, "all"])
+    @pytest.mark.parametrize("recomputes", [False, True])
     @pytest.mark.parametrize("name", ["used_twice", "called twice"])
-    def test_as_without_offloading(self, name, which, monkeypatch):
+    def test_as_without_offloading(self, name, recomputes, monkeypatch):
         monkeypatch.setattr(residence, "Part", _OnAnotherDevice)
         monkeypatch.setitem(MODELS, "called twice", _CalledTwice)
-        plain, ours = make_model(name).train(), Run(name, what="parameters")
-        if which is not None:
-            ActivationCheckpointing(which).apply(ours.model)
-        optimizer = optimizer_of(plain, "AdamW")
-        for number in range(3):
-            torch.manual_seed(number)
-            plain(make_batch(number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ours.step(number)
-        assert_same(ours.model, plain)
+        assert_bitwise(Run(name, "parameters", recomputes=recomputes), Offloaded(name, None))
 
     def test_once_again_in_the_next_step(self, monkeypatch):
         """An evaluation in between is no use."""

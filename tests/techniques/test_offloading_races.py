@@ -44,7 +44,9 @@ ON_HOST: dict[str, Any] = {
 
 def train(**how: Any) -> dict[str, Tensor]:
     """Two steps, each with gradients of two batches if they are not used at once."""
-    made = Offloaded(**{"recomputes": True, "min_bytes": 1, "min_table_bytes": 1, **how})
+    is_table = "embeddings" in how.get("what", "")
+    settings: dict[str, Any] = {"recomputes": True, "min_bytes": 1, "min_table_bytes": 1}
+    made = Offloaded(**settings | {"chunks": is_table} | how)
     for number in range(2):
         made.step(number, num_parts=1 if how.get("in_backward") else 2)
     made.close()
@@ -155,23 +157,14 @@ class TestWeights:
 
     def test_an_optimizer_that_couples_them_has_whole_ones(self):
         found = []
-        for optimizer in (torch.optim.AdamW, _Coupled):
+        for optimizer in ("AdamW", "unknown"):
             with Races(is_late=True).running():
-                model = make_model("dropout").train()
-                technique = Offloading()
-                handle = technique.apply(model)
-                LowPrecisionWeights("split").apply(model)
-                updates = technique.update_in_background(own := optimizer(model.parameters()))
+                made = Offloaded(rounding="split", optimizer=optimizer)
                 for number in range(3):
-                    torch.manual_seed(number)
-                    InAutocast(model)(make_batch(number)).backward()
-                    own.step()
-                    own.zero_grad()
-                updates.undo()
-                handle.undo()
-            found.append(clones(model.state_dict()))
-        for name, value in found[0].items():
-            torch.testing.assert_close(found[1][name], value)
+                    made.step(number)
+                made.close()
+            found.append(clones(made.model.state_dict()))
+        torch.testing.assert_close(*found)
 
     def test_are_changed_by_an_optimizer_in_ways_that_torch_does_not_see(self):
         """Between two calls of a closure, after an evaluation, or without any."""
@@ -212,16 +205,11 @@ class TestWeights:
     @pytest.mark.parametrize("end", ["wait", "undo", "undo of the updates"])
     def test_are_complete_after(self, end):
         with Races(is_late=True).running():
-            model = make_model("tied").train()
-            ChunkedCrossEntropy(heads="head").apply(model)
-            technique = Offloading("parameters+embeddings", min_table_bytes=1)
-            handle = technique.apply(model)
-            optimizer = torch.optim.AdamW(model.parameters())
-            updates = technique.update_in_background(optimizer)
-            model(make_batch(0)).backward()
-            optimizer.step()
-            {"wait": handle.wait, "undo": handle.undo}.get(end, updates.undo)()
-            for param in model.parameters():
+            made = Offloaded("tied", "parameters+embeddings", chunks=True, min_table_bytes=1)
+            made.step()
+            ends = {"wait": made.handle.wait, "undo": made.handle.undo}
+            ends.get(end, made.updates.undo)()
+            for param in made.model.parameters():
                 param.detach().clone()
 
     def test_of_two_optimizers_in_one_block(self):
@@ -277,10 +265,6 @@ class _Unseen(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             param.data.add_(param.grad, alpha=-1e-2)
-
-
-class _Coupled(torch.optim.AdamW):
-    """Nobody knows what it does."""
 
 
 class _ZerothOrder(torch.optim.SGD):
@@ -355,33 +339,22 @@ class TestTables:
     def test_gradients_become_zero_after_they_were_read(self, beside):
         what = "embeddings" if beside == "nothing" else "parameters+embeddings"
         with Races(is_late=True).running():
-            model = make_model("tied").train()
+            made = Offloaded("tied", what, chunks=True, min_table_bytes=1)
             if beside == "frozen weights":  # no update of theirs follows that of the table
-                model.requires_grad_(False)
-                model.get_parameter("embedding.weight").requires_grad_()
-            ChunkedCrossEntropy(heads="head").apply(model)
-            technique = Offloading(what, min_table_bytes=1)
-            handle = technique.apply(model)
-            optimizer = torch.optim.AdamW(model.parameters())
-            updates = technique.update_in_background(optimizer)
+                made.model.requires_grad_(False)
+                made.model.get_parameter("embedding.weight").requires_grad_()
             for number in range(2):
-                model(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            updates.undo()
-            handle.undo()
+                made.model(make_batch(number)).backward()
+                made.optimizer.step()
+                made.optimizer.zero_grad(set_to_none=False)
+            made.close()
 
     def test_are_complete_when_they_come_back(self):
         with Races(is_late=True).running():
-            model = make_model("classifier").train()
-            technique = Offloading("embeddings", min_table_bytes=1)
-            handle = technique.apply(model)
-            optimizer = torch.optim.AdamW(model.parameters())
-            technique.update_in_background(optimizer)
-            model(make_batch(0)).backward()
-            optimizer.step()
-            handle.undo()
-            clones(model.state_dict())
+            made = Offloaded("classifier", "embeddings", min_table_bytes=1)
+            made.step()
+            made.handle.undo()
+            clones(made.model.state_dict())
 
     @pytest.mark.parametrize("is_late", [True, False])
     def test_a_failed_update_is_told_by_the_next_step(self, is_late):
