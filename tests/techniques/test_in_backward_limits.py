@@ -23,7 +23,7 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import He
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
 from tests.helpers import assert_same
-from tests.techniques.in_backward import adamw, apply, loops, step
+from tests.techniques.in_backward import adamw, apply, loops, run_both, step
 
 
 class Rule(Optimizer):
@@ -78,15 +78,7 @@ def test_refuses_optimizers_that_may_couple_parameters(cls, why):
 
 @pytest.mark.parametrize("cls", [Rule, OwnAdamW])
 def test_uses_what_the_user_vouches_for(cls):
-    ours, theirs = loops(make_model("dropout"))
-    for net in (ours, theirs):
-        optimizer = cls(net.parameters())
-        if net is ours:
-            apply(optimizer, trust_optimizer=True)
-        torch.manual_seed(0)
-        for number in range(3):
-            step(net, optimizer, number)
-    assert_same(ours, theirs)
+    run_both(make_model("dropout"), cls, trust_optimizer=True)
 
 
 @pytest.mark.parametrize("value", [None, 1, "AdamW"])
@@ -124,17 +116,13 @@ def test_takes_adafactor_of_transformers():
 
 
 def test_sparse_gradients():
-    ours, theirs = (nn.Embedding(20, 4, sparse=True) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    for net in (ours, theirs):
-        optimizer = torch.optim.SparseAdam(net.parameters())
-        if net is ours:
-            apply(optimizer)
+    def loop(net: nn.Module, optimizer: Optimizer, _: object) -> None:
         for number in range(3):
             net(torch.tensor([number, 3, 3])).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(ours, theirs)
+
+    run_both(nn.Embedding(20, 4, sparse=True), torch.optim.SparseAdam, loop)
 
 
 def test_check_touches_nothing():
@@ -300,17 +288,13 @@ def test_hooks_that_were_there_before_see_gradients(settings):
 
 
 def test_under_reentrant_checkpointing():
-    ours, theirs = loops(make_model("dropout"))
-    for net in (ours, theirs):
-        optimizer = adamw(net.parameters())
-        if net is ours:
-            apply(optimizer)
-        torch.manual_seed(0)
+    def loop(net: nn.Module, optimizer: Optimizer, _: object) -> None:
         for _ in range(3):
             reentrant(net).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(ours, theirs)
+
+    run_both(make_model("dropout"), adamw, loop)
 
 
 def test_a_block_that_is_recomputed_twice_by_reentrant_checkpointing_is_an_error():

@@ -206,7 +206,8 @@ class TestWeights:
     def test_are_complete_after(self, end):
         with Races(is_late=True).running():
             made = Offloaded("tied", "parameters+embeddings", chunks=True, min_table_bytes=1)
-            made.step()
+            made.model(make_batch(0)).backward()
+            made.optimizer.step()
             ends = {"wait": made.handle.wait, "undo": made.handle.undo}
             ends.get(end, made.updates.undo)()
             for param in made.model.parameters():

@@ -1,5 +1,6 @@
 """Training with parameters updated in backward, beside the same loop without."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.optimizer_in_backward.technique import InBackwardHandle
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model
 from tests.helpers import assert_same
@@ -19,6 +21,7 @@ from tests.techniques.in_backward import (
     adamw,
     apply,
     loops,
+    run_both,
     step,
     train_both,
     trained,
@@ -147,48 +150,41 @@ def test_a_gradient_that_comes_after_the_update_is_an_error():
 @pytest.mark.parametrize("by_keyword", [True, False])
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.01}])
 def test_backward_may_run_in_the_closure_of_the_step(by_keyword, settings):
-    ours, theirs = loops(make_model("tied"))
-    optimizers = [adamw(net.parameters()) for net in (ours, theirs)]
-    handle = apply(optimizers[0], **settings)
-    for number in range(3):
-        for net, optimizer in zip((ours, theirs), optimizers, strict=True):
+    def loop(net: nn.Module, optimizer: Any, handle: InBackwardHandle | None) -> None:
+        for number in range(3):
             # An earlier part of the batch: its gradients are there when the step begins.
-            with handle.accumulating():
-                torch.manual_seed(number)
+            with contextlib.nullcontext() if handle is None else handle.accumulating():
                 net(make_batch(10 + number)).backward()
 
-            def closure(net: Any = net, number: int = number) -> Any:
+            def closure(number: int = number) -> Any:
                 loss = net(make_batch(number))
                 loss.backward()
-                if net is theirs and settings:
+                if handle is None and settings:
                     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
                 return loss
 
             loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
             assert loss is not None
             optimizer.zero_grad()
-    assert_same(ours, theirs)
-    assert_same(*optimizers)
+
+    run_both(make_model("tied"), adamw, loop, **settings)
 
 
 def test_schedulers_and_hooks_of_the_step_see_one_step():
-    ours, theirs = loops(make_model("dropout"))
     seen = []
-    for net in (ours, theirs):
-        optimizer = adamw(net.parameters())
-        if net is ours:
-            apply(optimizer)
+
+    def loop(net: nn.Module, optimizer: Optimizer, _: object) -> None:
         count: list[int] = []
-        optimizer.register_step_post_hook(lambda *_, count=count: count.append(1))
+        optimizer.register_step_post_hook(lambda *_: count.append(1))
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-        torch.manual_seed(0)
         for number in range(4):
             step(net, optimizer, number)
             scheduler.step()
         seen.append((len(count), scheduler.get_last_lr()))
+
+    run_both(make_model("dropout"), adamw, loop)
     assert seen[0] == seen[1]
     assert seen[0][0] == 4
-    assert_same(ours, theirs)
 
 
 def test_groups_and_parameters_that_come_later():
@@ -325,18 +321,16 @@ def test_parameters_are_updated_in_groups(clip_norm):
 
 
 def test_clips_what_only_an_earlier_part_gave_a_gradient():
-    ours, theirs = loops(SometimesUnused())
-    for net in (ours, theirs):
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        handle = apply(optimizer, clip_norm=0.1, clip_value=0.01) if net is ours else None
-        if handle is not None:
-            with handle.accumulating():
-                net(make_batch(0), both=True).backward()
-        else:
+    def loop(net: nn.Module, optimizer: Optimizer, handle: InBackwardHandle | None) -> None:
+        with contextlib.nullcontext() if handle is None else handle.accumulating():
             net(make_batch(0), both=True).backward()
         net(make_batch(1)).backward()
         if handle is None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
             torch.nn.utils.clip_grad_value_(net.parameters(), 0.01)
         optimizer.step()
-    assert_same(ours, theirs)
+
+    def sgd(params: Any) -> Optimizer:
+        return torch.optim.SGD(params, lr=1.0)
+
+    run_both(SometimesUnused(), sgd, loop, clip_norm=0.1, clip_value=0.01)
