@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.techniques.optimizer_in_backward.technique import (
-    InBackwardHandle,
-    OptimizerInBackward,
-)
+from lightning_memsave import OptimizerInBackward
+from lightning_memsave.techniques.optimizer_in_backward.technique import InBackwardHandle
 from tests.cases import make_batch
 from tests.helpers import assert_same
 

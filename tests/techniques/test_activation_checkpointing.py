@@ -9,7 +9,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor, nn
 from torch.backends import cuda
@@ -17,14 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.errors import (
     ConfigurationError,
     ExactnessWarning,
     IncompatibleError,
     NoEffectWarning,
-)
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
 )
 from tests.cases import WIDTH, Block, Model, make_batch, make_model
 from tests.helpers import (
@@ -578,21 +575,6 @@ def test_buffers_that_begin_to_change_later_change_once():
             loss = model(make_batch(step))
         loss.backward()
     assert model.blocks[0].calls == 2
-
-
-@pytest.mark.parametrize("argument", names_of_cache())
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
-def test_a_cache_that_is_given_is_filled_over_several_calls(argument):
-    model: Any = tiny("gpt2").train()
-    tokens = torch.arange(2, 10).reshape(1, 8)
-    cache = transformers.DynamicCache(config=model.config)
-    with ActivationCheckpointing().apply(model):
-        for part in tokens.chunk(2, dim=1):
-            with pytest.warns(NoEffectWarning) as warned:
-                model(part, **{argument: cache}, use_cache=True)
-            ours = [str(w.message) for w in warned if w.category is NoEffectWarning]
-            assert all("is called with a key-value cache" in message for message in ours)
-    assert cache.get_seq_length() == 8
 
 
 def test_torchscript_blocks_are_left_alone():

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from lightning_memsave import ActivationCheckpointing, AttentionKernel
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -18,10 +19,6 @@ from lightning_memsave.errors import (
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from tests.helpers import snapshot
 from tests.techniques.hugging_face import tiny
 

@@ -9,15 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave import ActivationCheckpointing, BlockMicroBatching, Offloading
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.part import Part
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, make_batch, make_model
 from tests.helpers import InAutocast, assert_bitwise_equal, names_of_cache, train
 

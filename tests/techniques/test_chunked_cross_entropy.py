@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
     DeferredLogits,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from tests.techniques.hugging_face import tiny
 
 WIDTH, WORDS, LENGTH = 32, 1500, 64

@@ -15,13 +15,9 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 
-from lightning_memsave.core.technique import Exactness, Technique
+from lightning_memsave import ActivationCheckpointing, Exactness, LowBitOptimizer, MicroBatching
+from lightning_memsave.core.technique import Technique
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.registry import techniques
 from tests.cases import (
     CASES,

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import ChunkedCrossEntropy, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
     DeferredLogits,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from tests.callbacks.lit import PACKAGES, loader, make_trainer
 from tests.techniques.test_deferred_logits import CLASSES, TOKENS, Model, ce
 

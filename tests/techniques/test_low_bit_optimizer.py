@@ -155,24 +155,6 @@ def test_change_names_the_exact_bytes_before_and_after(name):
     assert "(kept 32-bit: 2 bias, 1 embedding, 2 norm, 1 small)" in change
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_8bit") and n[:5] != "paged"])
-def test_bytes_are_counted_to_the_byte(name, dtype):
-    from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
-        low_bit_state_bytes,
-    )
-    from lightning_memsave.techniques.optimizer_kinds import KIND_BY_WORD
-
-    model = nn.Sequential(nn.Linear(70, 65), nn.Linear(65, 3)).to(dtype)  # not whole blocks of 256
-    adamw = optim.AdamW(model.parameters())
-    optimizer = LowBitOptimizer(name, module=model).apply(adamw).target
-    model(torch.randn(2, 70, dtype=dtype)).sum().backward()
-    optimizer.step()
-    kind = KIND_BY_WORD[name.removesuffix("_8bit")]
-    expected = low_bit_state_bytes(kind, list(model.parameters()), [next(model.parameters())])
-    assert state_bytes(optimizer) == expected
-
-
 def test_name_patterns_override_the_rule():
     def technique(model):
         return LowBitOptimizer(

@@ -9,8 +9,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import nn
 
 from benchmarks.low_bit_step.__main__ import main
-from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave import IncompatibleError, LowBitOptimizer
 from lightning_memsave.techniques.optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.techniques.optimizer_step import plain_step
 

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave import LowBitOptimizer, LowPrecisionWeights, OptimizerInBackward
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques import tiled_steps
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import rounded_updates
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import OWN_STATE, allocate_state, owners_of
 from tests.cases import make_batch, make_model
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_memsave import MicroBatching, OptimizerInBackward
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -19,12 +20,10 @@ from lightning_memsave.errors import (
     MemsaveError,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import (
     KnownChanges,
     TrainingState,
 )
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.out_of_memory import MESSAGE
 
 

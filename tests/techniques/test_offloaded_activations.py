@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.core.blocks import find_blocks
+from lightning_memsave import ActivationCheckpointing, find_blocks
 from lightning_memsave.core.memory import emulating_cuda
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.residence import Residence
@@ -54,20 +51,6 @@ def model_checkpointed() -> Chain:
     model = Chain()
     ActivationCheckpointing().apply(model)
     return model
-
-
-@pytest.mark.parametrize(("num_kept", "num_prefetched"), [(1, 0), (1, 1), (1, 2), (2, 1), (3, 0)])
-def test_numbers_of_kept_and_prefetched_blocks(num_kept, num_prefetched):
-    model = Chain()
-    with offloading(model, num_kept=num_kept, num_prefetched=num_prefetched) as offloaded:
-        watched, _ = watch(model, batch_of())
-        assert watched.at_head == num_kept + 1
-        assert offloaded.host_bytes == (NUM_BLOCKS - num_kept) * INPUT
-    for index, num_inputs in enumerate(watched.in_blocks[NUM_BLOCKS:]):
-        num_left = NUM_BLOCKS - index
-        kept = max(0, num_kept - index)
-        coming = min(num_left - max(1, kept), max(0, num_prefetched - max(0, kept - 1)))
-        assert num_inputs == max(1, kept) + coming
 
 
 @pytest.mark.parametrize(

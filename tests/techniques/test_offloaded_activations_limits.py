@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from tests.helpers import gradients_of, snapshot
 from tests.techniques.offloaded_chain import (
     INPUT,

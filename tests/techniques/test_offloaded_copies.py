@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.core.memory import emulating_cuda
-from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave import ChunkedCrossEntropy, Offloading
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from lightning_memsave.techniques.offloading import copies, flat_memory
-from lightning_memsave.techniques.offloading.copies import StreamCopies, copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
 from tests.techniques.offloaded_loops import Offloaded
 from tests.techniques.races import Races
@@ -103,32 +96,6 @@ def test_gradients_of_tables_and_of_weights_are_waited_for_at_once(device):
             optimizer.zero_grad()
         for each in reversed(handles):
             each.undo()
-
-
-class TestSimulated:
-    """On fake tensors, which take the way of those on CUDA."""
-
-    @pytest.fixture(autouse=True)
-    def fake(self):
-        with FakeTensorMode(), emulating_cuda():
-            yield
-
-    @pytest.fixture
-    def copies(self):
-        found = copies_for(torch.empty(1), HostWorker(in_background=False), HostMemory())
-        assert isinstance(found, StreamCopies)
-        return found
-
-    @pytest.mark.parametrize("adds", [False, True])
-    def test_memory_for_gradients_in_another_type_is_counted(self, copies, adds):
-        target = HostMemory().tensors_like([torch.empty(40, 70)])[0]
-        module = nn.Module()
-        with LiveTensors(module, device="cpu") as live:
-            for _ in range(10):
-                copies.to_host(target, torch.empty(40, 70, dtype=torch.bfloat16), adds=adds)
-                copies.finish()
-        converted_bytes = target.nbytes * adds
-        assert live.peak.host_bytes == target.nbytes + 4 * 2**24 + converted_bytes
 
 
 def test_host_memory_keeps_its_type_inside_of_the_proof_of_a_loss():

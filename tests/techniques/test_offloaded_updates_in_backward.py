@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.errors import IncompatibleError, MemsaveError
+from lightning_memsave import IncompatibleError, MemsaveError, Offloading, OptimizerInBackward
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.offloading import residence
 from lightning_memsave.techniques.offloading.part import Part
-from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import MODELS, Model, make_batch, make_model
 from tests.helpers import assert_same

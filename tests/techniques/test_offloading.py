@@ -293,6 +293,14 @@ class TestBitwise:
         assert_same(trained(model, optimizer, loop), trained_without(name, loop, kind))
         handle.undo()
 
+    @pytest.mark.parametrize(("loop", "kind"), in_pairs([*LOOPS], [*OPTIMIZERS]))
+    @pytest.mark.turns(6)
+    def test_whole_loops_of_tables(self, loop, kind):
+        made = Offloaded("classifier", "embeddings", optimizer=kind, min_table_bytes=1)
+        theirs = trained_without("classifier", loop, kind)
+        assert_same(trained(made.model, made.optimizer, loop), theirs)
+        made.close()
+
     def test_steps_that_run_several_passes(self):
         """LBFGS calls its closure up to twice in a step."""
         runs = []
@@ -353,27 +361,6 @@ def run_checkpointed(self: Any, x: Tensor) -> Tensor:
 
 class TestStreamedWeights:
     """Of a block, while it computes, and of the next one, which comes meanwhile."""
-
-    @pytest.mark.parametrize("checkpoints", [True, False])
-    def test_two_blocks_at_a_time(self, checkpoints):
-        made = Offloaded(what="parameters")
-        if checkpoints:
-            ActivationCheckpointing().apply(made.model)
-        blocks = [sum(p.nbytes for p in block.parameters()) for block in made.model.blocks]
-        rest = sum(p.nbytes for p in made.model.parameters()) - sum(blocks)
-        made.step(0)
-        made.step(1)
-        with LiveTensors(made.model, [made.optimizer]) as counter:
-            made.step(2)
-            made.handle.wait()
-            assert counter.breakdown.total_bytes == rest
-        weights = [*made.model.parameters()]
-        assert counter.peak.host_bytes == 4 * (rest + sum(blocks)) + 4 * len(weights)
-        # Without recomputation, backward keeps what it will need of each block.
-        num_blocks = 2 if checkpoints else 4
-        assert counter.peak.parameter_bytes <= rest + num_blocks * blocks[0]
-        assert resident(made) == []
-        made.close()
 
     @pytest.mark.parametrize("number", [1, 2, 3])
     @pytest.mark.parametrize("mode", [True, False])

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_memsave import ChunkedCrossEntropy, Offloading
 from lightning_memsave.targets.batches import parse_batch
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.offloading import host_worker
 from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.residences import residence_of
 from tests.helpers import adamw, assert_same, clones, seed_torch
 from tests.techniques.in_backward import apply

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, Offloading
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, Block, make_batch, make_model
 from tests.helpers import adamw
 

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave import ConfigurationError, IncompatibleError, LowBitOptimizer
 from lightning_memsave.techniques.low_bit_optimizer.checkpoint import (
     convert_optimizer_states,
 )
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from tests.helpers import assert_same
 from tests.techniques.test_optimizer_state import FAMILIES
 

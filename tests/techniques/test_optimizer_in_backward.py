@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave import IncompatibleError, LowBitOptimizer
 from lightning_memsave.techniques.optimizer_in_backward.technique import InBackwardHandle
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model

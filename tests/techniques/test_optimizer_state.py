@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave.errors import IncompatibleError
+from lightning_memsave import IncompatibleError, LowBitOptimizer, LowPrecisionWeights
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from tests.helpers import assert_same
 
 FAMILIES = {

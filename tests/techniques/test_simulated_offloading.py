@@ -9,15 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave import ActivationCheckpointing, LowPrecisionWeights, Offloading
 from lightning_memsave.techniques.offloading import copies
 from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import assert_same, clones, in_pairs
 from tests.techniques.offloaded_loops import (

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import MemSaveCallback
-from lightning_memsave.errors import MemoryExhaustedError
+from lightning_memsave import MemoryExhaustedError, MemSaveCallback
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
 from tests.callbacks.lit import assert_same, fit, make_lit, rows_of
 from tests.out_of_memory import OutOfMemoryAt
