@@ -20,7 +20,7 @@ from lightning_memsave.core.memory import HOST, category_in_context, is_host, ma
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.host_weight import HostWeight, host_weight_of, set_host_weight
+from lightning_memsave.techniques.host_weight import host_weight_of
 from tests.helpers import assert_same, clones, seed_torch
 from tests.techniques.races import Races
 
@@ -381,51 +381,8 @@ def test_device_bytes_are_those_of_the_rows():
         assert live.peak.host_bytes >= 3 * table_bytes
 
 
-class DeviceWeight(HostWeight):
-    """Tiles of a weight that is on the device."""
-
-    def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids, self.weight)
-
-    def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
-        yield from (self.weight[place] for place in places)
-
-    def add_gradient(self, place: slice, gradient: Tensor) -> None:
-        if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight)
-        self.weight.grad[place] += gradient
-
-
 class TestTiedHead:
     """The head's loss runs over tiles of the table."""
-
-    @pytest.mark.parametrize("reduction", ["mean", "none"])
-    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_same_bits_as_tiles_on_the_device(self, dtype, smoothing, reduction):
-        seed_torch(0)
-        found = []
-        for is_on_host in (False, True):
-            model = nn.Sequential(nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, 1000))
-            model[1].weight = model[0].weight
-            model[0].weight.data = torch.sin(torch.arange(1000.0 * WIDTH)).view(1000, WIDTH) / 4
-            model[1].get_parameter("bias").data.zero_()
-            target = torch.arange(40) * 25
-            target[::3] = -100
-            settings: Any = {"reduction": reduction, "label_smoothing": smoothing}
-            with ChunkedCrossEntropy(heads="1", chunk_size=2).apply(model):
-                weight = model[0].get_parameter("weight")
-                if is_on_host:
-                    Offloading("embeddings", min_table_bytes=1).apply(model)
-                else:
-                    set_host_weight(DeviceWeight(weight))
-                hidden = torch.cos(torch.arange(40.0 * WIDTH)).view(40, WIDTH).requires_grad_()
-                with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
-                    loss = nn.functional.cross_entropy(model[1](hidden), target, **settings)
-                loss.sum().backward()
-            found.append([loss, hidden.grad, model[1].bias.grad, weight.grad])
-        for one, other in zip(*found, strict=True):
-            assert torch.equal(one, other)
 
     @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}])
     def test_is_the_usual_loss(self, settings):

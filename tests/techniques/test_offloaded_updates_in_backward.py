@@ -43,20 +43,6 @@ class TestBitwise:
             ours.step(number)
         assert_same(ours.model, theirs.model)
 
-    def test_accumulated(self):
-        ours, theirs = Run(), Run(in_backward=False)
-        for number in range(3):
-            for run in (ours, theirs):
-                for part in range(3):
-                    torch.manual_seed(part)
-                    if run is ours:
-                        run.in_backward.is_accumulating = part < 2
-                    run.whole(make_batch(10 * number + part)).backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-        assert_same(ours.model, theirs.model)
-        assert_bitwise(ours, theirs)
-
     def test_unused_and_resident_parameters(self):
         """What never has a gradient does not hold up its part; others are updated on the device."""
         runs = []

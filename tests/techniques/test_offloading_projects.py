@@ -113,9 +113,7 @@ PROJECTS = {
     ),
     "two optimizers": Project(lambda: make_model("dropout"), halves),
     "lora": Project(with_lora, trained),
-    "frozen blocks": Project(lambda: make_model("frozen"), trained),
     "unfrozen later": Project(lambda: make_model("dropout"), step=unfrozen_step),
-    "tied weights": Project(lambda: make_model("tied")),
     "chunked cross-entropy": Project(
         lambda: make_model("classifier"),
         before=lambda model: ChunkedCrossEntropy(heads="head").apply(model),
