@@ -308,11 +308,7 @@ OWN: dict[str, dict[str, Any]] = {
         "projector_output_dim": 32,
     },
     "lw_detr": {"projector_scale_factors": [1.0]},
-    "lw_detr_vit": {
-        "num_windows": 4,
-        "window_block_indices": [0, 1],
-        "out_indices": [1, 3],
-    },
+    "lw_detr_vit": {"num_windows": 4, "window_block_indices": [0, 1], "out_indices": [1, 3]},
     "lxmert": {"l_layers": 2, "x_layers": 2, "r_layers": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
     "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -340,11 +336,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "radio": {"video_temporal_patch_size": 2},
-    "reformer": {
-        "is_decoder": True,
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [4, 3],
-    },
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 3]},
     "sam2_hiera_det_model": {
         "hidden_size": 12,
         "num_attention_heads": 2,

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights

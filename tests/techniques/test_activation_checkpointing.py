@@ -475,11 +475,7 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], Any]
         lambda x: x["x"][0],
         lambda x: x["x"][0].add_(1.0),
     ),
-    "tensor in an object": (
-        lambda x: SimpleNamespace(x=x),
-        lambda x: x.x,
-        lambda x: x.x.add_(1.0),
-    ),
+    "tensor in an object": (lambda x: SimpleNamespace(x=x), lambda x: x.x, lambda x: x.x.add_(1.0)),
     "list in an object": (
         lambda x: SimpleNamespace(items=[x]),
         lambda x: x.items[0] * len(x.items),

@@ -229,10 +229,7 @@ def test_leaves_models_alone_that_return_attention_weights():
 
 
 def test_leaves_models_alone_that_do_not_support_it():
-    no_effect(
-        tiny("gemma2", **EAGER),
-        "Gemma2ForCausalLM does not support.*scaled_dot_product",
-    )
+    no_effect(tiny("gemma2", **EAGER), "Gemma2ForCausalLM does not support.*scaled_dot_product")
 
 
 def test_leaves_models_alone_whose_attention_is_chosen_when_they_are_built():

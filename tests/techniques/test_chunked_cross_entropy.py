@@ -13,9 +13,7 @@ from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
-    DeferredLogits,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import DeferredLogits
 from tests.techniques.hugging_face import tiny
 
 WIDTH, WORDS, LENGTH = 32, 1500, 64

@@ -13,9 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, IncompatibleError
-from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
-    DeferredLogits,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import DeferredLogits
 
 # What is said when logits are needed is tested in `test_logits_needed.py`.
 pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")

@@ -47,11 +47,7 @@ def test_outputs_are_what_the_layer_gives_in_float32_rounded(name):
 # "master" keeps float32 weights on the host only where they are offloaded.
 @pytest.mark.parametrize(
     ("rounding", "weights"),
-    [
-        ("stochastic", torch.float32),
-        ("stochastic", torch.bfloat16),
-        ("master", torch.bfloat16),
-    ],
+    [("stochastic", torch.float32), ("stochastic", torch.bfloat16), ("master", torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["LayerNorm", "NewGELU"])

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from lightning_memsave import ChunkedCrossEntropy, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
-from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
-    DeferredLogits,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import DeferredLogits
 from tests.callbacks.lit import PACKAGES, loader, make_trainer
 from tests.techniques.test_deferred_logits import CLASSES, TOKENS, Model, ce
 

@@ -777,7 +777,4 @@ class TestConvergence:
 
 
 def test_names_that_checkpoints_have_stay():
-    assert OWN_STATE == (
-        "compensation",
-        "rounding_seed",
-    )
+    assert OWN_STATE == ("compensation", "rounding_seed")

@@ -20,10 +20,7 @@ from lightning_memsave.errors import (
     MemsaveError,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.micro_batching.training_state import (
-    KnownChanges,
-    TrainingState,
-)
+from lightning_memsave.techniques.micro_batching.training_state import KnownChanges, TrainingState
 from tests.helpers import assert_same
 from tests.out_of_memory import MESSAGE
 

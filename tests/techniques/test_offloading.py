@@ -17,9 +17,7 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEf
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe

@@ -5,9 +5,7 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave import ConfigurationError, IncompatibleError, LowBitOptimizer
-from lightning_memsave.techniques.low_bit_optimizer.checkpoint import (
-    convert_optimizer_states,
-)
+from lightning_memsave.techniques.low_bit_optimizer.checkpoint import convert_optimizer_states
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
 from tests.helpers import assert_same

@@ -264,8 +264,7 @@ def other_model(kind):
 
 @pytest.mark.parametrize("kind", ["order", "size"])
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [("adamw", 8, 8), ("adamw", 8, 32), ("adamw", 32, 8)],
+    ("name", "old", "new"), [("adamw", 8, 8), ("adamw", 8, 32), ("adamw", 32, 8)]
 )
 def test_state_of_parameters_of_other_shapes_is_refused(name, old, new, kind):
     """bitsandbytes' kernels take pointers: they would read and write beyond the end of it."""

@@ -9,9 +9,7 @@ import pytest
 
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
