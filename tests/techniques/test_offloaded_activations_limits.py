@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.helpers import gradients_of, snapshot
 from tests.techniques.offloaded_chain import (
@@ -18,7 +17,6 @@ from tests.techniques.offloaded_chain import (
     Block,
     Chain,
     Failing,
-    Offloads,
     Watched,
     batch_of,
     offloading,
@@ -31,9 +29,8 @@ from tests.techniques.races import Races
 @pytest.mark.turns(2)
 def test_memory_is_not_given_back_while_copies_of_it_run(which, error):
     model = Chain()
-    checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
     good = model.blocks[3].get_submodule("down")
-    with Races().running(), Offloads().apply(model):
+    with Races().running(), offloading(model, which, min_bytes=0):
         for _ in range(2):
             loss = model(batch_of())
             # Backward stops in the middle: what was fetched for its next blocks is not used.
@@ -45,8 +42,6 @@ def test_memory_is_not_given_back_while_copies_of_it_run(which, error):
                 with pytest.raises(error):
                     model(batch_of()).backward()
                 model.blocks[3].down = good
-    if checkpointing is not None:
-        checkpointing.undo()
 
 
 class _FullAtFirst(TorchDispatchMode):
@@ -69,8 +64,7 @@ def test_backward_can_be_repeated_after_out_of_memory(which):
     model = Chain()
     model(batch_of()).backward()
     expected = gradients_of(model)
-    checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
-    with Races().running(), Offloads().apply(model):
+    with Races().running(), offloading(model, which, min_bytes=0):
         loss = model(batch_of())
         model.zero_grad()
         with pytest.raises(torch.OutOfMemoryError), _FullAtFirst():
@@ -78,8 +72,6 @@ def test_backward_can_be_repeated_after_out_of_memory(which):
         model.zero_grad()
         loss.backward()
     assert all(map(torch.equal, gradients_of(model), expected))
-    if checkpointing is not None:
-        checkpointing.undo()
 
 
 @pytest.mark.usefixtures("only_own_tensors")

@@ -27,6 +27,7 @@ from tests.cases import make_batch, make_model
 from tests.helpers import adamw, assert_same
 from tests.techniques.offloaded_chain import Chain, Failing, batch_of
 from tests.techniques.races import Races
+from tests.techniques.test_offloading_host import Runtime
 
 EVERYTHING = Offloading("parameters+activations", min_bytes=1)
 
@@ -95,24 +96,6 @@ def test_nothing_grows_from_step_to_step(technique):
     assert others == [others[0]] * 3
 
 
-class Runtime:
-    """Stands in for CUDA's: it locks pages as long as there is room."""
-
-    def __init__(self, room: float = float("inf")) -> None:
-        self.room, self.locked, self.num_calls = room, dict[int, int](), 0
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
-        self.num_calls += 1
-        if sum(self.locked.values()) + num_bytes > self.room:
-            return 2  # cudaErrorMemoryAllocation
-        self.locked[address] = num_bytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.locked[address]
-        return 0
-
-
 @contextmanager
 def locked(runtime: Runtime) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, Races().running():
@@ -128,10 +111,10 @@ def test_locked_memory_is_not_rounded_up_to_powers_of_two():
     with locked(runtime), trained(technique, model) as (handle, optimizer):
         model(torch.ones(2, 72)).sum().backward()
         # Weights and gradients; optimizer state stays on the host, where the kernel finds it.
-        assert sum(runtime.locked.values()) - 2 * sum(weights) < 2 * ALIGNMENT_BYTES * len(weights)
+        assert sum(runtime.sizes.values()) - 2 * sum(weights) < 2 * ALIGNMENT_BYTES * len(weights)
     del handle, optimizer
     gc.collect()
-    assert runtime.locked == {}
+    assert runtime.sizes == {}
 
 
 def test_memory_is_locked_in_the_first_step_only():

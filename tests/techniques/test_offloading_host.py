@@ -40,16 +40,20 @@ MANY = 2**24  # bytes
 
 
 class Runtime:
-    """Stands in for CUDA's, which locks whole pages, and none twice."""
+    """Stands in for CUDA's, which locks whole pages, none twice, as long as there is room."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: float = float("inf")) -> None:
         self.pages = Counter[int]()
         self.sizes = dict[int, int]()
+        self.room, self.num_calls = room, 0
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.num_calls += 1
         own = pages_of(address, num_bytes)
         if any(self.pages[page] for page in own):
             return 712  # cudaErrorHostMemoryAlreadyRegistered
+        if sum(self.sizes.values()) + num_bytes > self.room:
+            return 2  # cudaErrorMemoryAllocation
         self.pages.update(own)
         self.sizes[address] = num_bytes
         return 0

@@ -23,7 +23,7 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import Optimiz
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast, assert_same, clones
-from tests.techniques.offloaded_chain import Chain, Offloads, batch_of
+from tests.techniques.offloaded_chain import Chain, batch_of, offloading
 from tests.techniques.offloaded_loops import Offloaded
 from tests.techniques.races import Races
 from tests.techniques.test_host_table import Model, TiedModel, batch, on_host
@@ -294,7 +294,7 @@ class TestActivations:
     def test_host_memory_is_freed_after_copies_to_it(self):
         """Of a graph that nobody needs any more, for a longer batch."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             for size in (64, 128):
                 loss = model(batch_of(size))
                 del loss
@@ -302,7 +302,7 @@ class TestActivations:
     def test_device_memory_stays_until_a_copy_is_done(self):
         """The graph of a block dies while the next one runs."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             graph = [model.blocks[0](model.stem(batch_of()))]
             model.blocks[1].register_forward_pre_hook(lambda *_: graph.clear())
             model.blocks[1](torch.ones(1024, 32))
@@ -310,7 +310,7 @@ class TestActivations:
     def test_what_a_graph_fetched_comes_before_its_memory_goes(self):
         """Of a block that backward leaves out; its graph dies meanwhile."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             outputs = [block(torch.randn(1024, 32)) for block in model.blocks]
             loss = outputs[0].mean() + outputs[-1].mean()
             model.blocks[-1].up.weight.register_hook(lambda _: outputs.clear())
@@ -319,7 +319,7 @@ class TestActivations:
     def test_what_came_in_vain_leaves_after_it_came(self):
         """Backward stops before it is used."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             loss = model(batch_of())
             torch.autograd.grad(loss, [*model.blocks[2].parameters()])
             del loss
