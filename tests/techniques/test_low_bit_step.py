@@ -212,19 +212,6 @@ def test_prefetches_before_each_update(monkeypatch):
     assert order == [(name, key) for key in ids for name in names]
 
 
-def test_hooks_and_schedulers_see_one_step():
-    model = Model()
-    optimizer = optimizer_for(model)
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    give_gradients(model, 0)
-    optimizer.step()
-    scheduler.step()  # warns, which is an error here, if it has not seen the step
-    assert seen == ["before", "after"]
-
-
 def test_benchmark_runs_dry(tmp_path, capsys):
     main(["--dry-run", "--results", str(tmp_path)])
     *_, row = (line for line in capsys.readouterr().out.splitlines() if line.startswith("|"))

@@ -282,51 +282,6 @@ class TestOptimizer:
             results.append(updated(optimizer, params))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
-    @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
-    def test_hooks_run_once_and_the_closure_first(self, name):
-        seen = []
-        param = weight(64, 64)
-        optimizer = make_optimizer(name, [param])
-        handle = LowPrecisionWeights().round_updates(optimizer)
-        before = param.detach().clone()
-
-        def look(*_: object) -> None:
-            seen.append(torch.equal(param, before))
-
-        def closure() -> float:
-            assert torch.is_grad_enabled()
-            give_gradient(param, 0)
-            return 3.0
-
-        optimizer.register_step_pre_hook(look)
-        optimizer.register_step_post_hook(look)
-        assert optimizer.step(closure) == 3.0
-        assert seen == [True, False]
-        handle.undo()
-        param.data = param.data.float()
-        param.grad = None
-        optimizer.step()
-        assert len(seen) == 4
-
-    @pytest.mark.parametrize(("name", "is_first"), [("adamw", True), ("adamw_8bit", False)])
-    def test_schedulers_from_before_and_after_count_steps(self, name, is_first):
-        param = weight(64, 64)
-        optimizer = make_optimizer(name, [param])
-        if is_first:
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        handle = LowPrecisionWeights("kahan").round_updates(optimizer)
-        if not is_first:
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        for step in range(3):
-            give_gradient(param, step)
-            optimizer.step()
-            scheduler.step()  # would warn, which is an error here
-        assert "compensation" in optimizer.state[param]
-        handle.undo()
-        optimizer.zero_grad()
-        optimizer.step()
-        scheduler.step()
-
     @pytest.mark.parametrize(
         ("name", "rounding"),
         [("adamw", "kahan"), ("momentum", "stochastic"), ("adamw_8bit", "kahan")],

@@ -169,23 +169,6 @@ def test_backward_may_run_in_the_closure_of_the_step(by_keyword, settings):
     run_both(make_model("tied"), adamw, loop, **settings)
 
 
-def test_schedulers_and_hooks_of_the_step_see_one_step():
-    seen = []
-
-    def loop(net: nn.Module, optimizer: Optimizer, _: object) -> None:
-        count: list[int] = []
-        optimizer.register_step_post_hook(lambda *_: count.append(1))
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-        for number in range(4):
-            step(net, optimizer, number)
-            scheduler.step()
-        seen.append((len(count), scheduler.get_last_lr()))
-
-    run_both(make_model("dropout"), adamw, loop)
-    assert seen[0] == seen[1]
-    assert seen[0][0] == 4
-
-
 def test_groups_and_parameters_that_come_later():
     """A new group, a parameter that thaws, one that is taken out."""
     ours, theirs = loops(make_model("dropout"))
