@@ -511,9 +511,9 @@ class ChangesItsInput(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("which", ["all", "selective"])
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("kind", IN_PLACE)
+@pytest.mark.parametrize(
+    ("which", "is_first", "kind"), in_pairs(["all", "selective"], [True, False], [*IN_PLACE])
+)
 def test_no_change_in_place_is_silent(kind, is_first, which):
     make, read, change = IN_PLACE[kind]
     block = ChangesItsInput(read, change, is_first=is_first)

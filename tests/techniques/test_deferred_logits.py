@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, IncompatibleError
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import DeferredLogits
+from tests.helpers import in_pairs
 
 # What is said when logits are needed is tested in `test_logits_needed.py`.
 pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
@@ -363,9 +364,14 @@ def test_inference(model, deferring, num_computed):
         assert torch.equal(deferring().argmax(-1), model().argmax(-1))
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("cast", [Tensor.contiguous, Tensor.float])
+@pytest.mark.parametrize(
+    ("autocast", "dtype", "cast"),
+    in_pairs(
+        [None, torch.bfloat16, torch.float16],
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+        [Tensor.contiguous, Tensor.float],
+    ),
+)
 def test_type_of_the_loss(model, deferring, autocast, dtype, cast):
     found = []
     for m in (deferring, model):

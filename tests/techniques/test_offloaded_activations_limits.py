@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.measure.live_tensors import LiveTensors
-from tests.helpers import gradients_of, snapshot
+from tests.helpers import gradients_of, in_pairs, snapshot
 from tests.techniques.offloaded_chain import (
     INPUT,
     NUM_BLOCKS,
@@ -75,9 +75,10 @@ def test_backward_can_be_repeated_after_out_of_memory(which):
 
 
 @pytest.mark.usefixtures("only_own_tensors")
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("which", ["all", None])
+@pytest.mark.parametrize(
+    ("in_backward", "error", "which"),
+    in_pairs([False, True], [torch.OutOfMemoryError, KeyboardInterrupt], ["all", None]),
+)
 def test_an_error_leaves_nothing_behind(which, error, in_backward):
     model, batch = Chain(), batch_of()
     with LiveTensors(model) as live, offloading(model, which) as offloaded:
@@ -295,9 +296,10 @@ class Changing(Chain):
         return x.mean()
 
 
-@pytest.mark.parametrize("min_bytes", [INPUT, INPUT + 1])
-@pytest.mark.parametrize("which", ["selective", None])
-@pytest.mark.parametrize("index", [0, NUM_BLOCKS - 1])
+@pytest.mark.parametrize(
+    ("min_bytes", "which", "index"),
+    in_pairs([INPUT, INPUT + 1], ["selective", None], [0, NUM_BLOCKS - 1]),
+)
 def test_changes_in_place_are_refused_as_ever(which, min_bytes, index):
     model = Changing(which, index)
     with offloading(model, which, min_bytes=min_bytes):

@@ -58,9 +58,9 @@ def test_training_is_the_same_bit_for_bit(what, name, loop, kind, which, is_late
     assert_same(saving, trained_without(name, loop, kind))
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("is_low", [False, True])
-@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize(
+    ("is_late", "is_low", "what"), in_pairs([False, True], [False, True], [*EVERYTHING])
+)
 @pytest.mark.turns(3)
 def test_a_loop_by_hand_gives_the_same_bits(what, is_low, is_late):
     """One that stops for each copy."""
@@ -72,9 +72,10 @@ def test_a_loop_by_hand_gives_the_same_bits(what, is_low, is_late):
     assert races.copied_bytes > 0
 
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (0, 3), (40, 70)])
+@pytest.mark.parametrize(
+    ("adds", "dtype", "shape"),
+    in_pairs([False, True], [torch.float32, torch.bfloat16], [(), (0, 3), (40, 70)]),
+)
 def test_gradients_land_in_any_layout_and_type(shape, dtype, adds):
     with Races(is_late=True).running():
         memory = HostMemory()

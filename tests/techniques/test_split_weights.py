@@ -15,7 +15,7 @@ from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from tests.cases import make_batch
-from tests.helpers import assert_same
+from tests.helpers import assert_same, in_pairs
 from tests.techniques.test_offloaded_updates_in_backward import KINDS, Run
 
 TIE = -(2**15)  # the lower half of a number between two bfloat16 numbers
@@ -202,9 +202,10 @@ class TestWholeWeights:
             param.data = torch.zeros_like(param)
         assert made.step(1) == 0.0
 
-    @pytest.mark.parametrize("optimizer", ["AdamW", "8bit"])
-    @pytest.mark.parametrize("saves_with", ["master", "split"])
-    @pytest.mark.parametrize("loads_with", ["master", "split"])
+    @pytest.mark.parametrize(
+        ("optimizer", "saves_with", "loads_with"),
+        in_pairs(["AdamW", "8bit"], ["master", "split"], ["master", "split"]),
+    )
     def test_checkpoints_load_in_both_directions(self, saves_with, loads_with, optimizer):
         made = Run(rounding=saves_with, optimizer=optimizer)
         for number in range(2):
