@@ -291,9 +291,9 @@ class TestBitwise:
         assert_same(trained(model, optimizer, loop), trained_without(name, loop, kind))
         handle.undo()
 
-    @pytest.mark.parametrize(("loop", "kind"), in_pairs([*LOOPS], [*OPTIMIZERS]))
-    @pytest.mark.turns(6)
-    def test_whole_loops_of_tables(self, loop, kind):
+    @pytest.mark.parametrize("loop", ["clipped by value", "accumulated", "scaled"])
+    @pytest.mark.parametrize("kind", ["AdamW", "fused AdamW", "Adafactor"])
+    def test_whole_loops_of_tables(self, kind, loop):
         made = Offloaded("classifier", "embeddings", optimizer=kind, min_table_bytes=1)
         theirs = trained_without("classifier", loop, kind)
         assert_same(trained(made.model, made.optimizer, loop), theirs)
