@@ -318,7 +318,7 @@ def test_hooks_and_schedulers_see_one_step(name, has_closure):
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     if has_closure:
-        loss: Any = optimizer.step(closure)  # type: ignore[arg-type,func-returns-value]
+        loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
         assert loss.isfinite()
     else:
         closure()
