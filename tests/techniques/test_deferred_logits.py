@@ -138,35 +138,6 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def changed_through_a_view(z: Tensor) -> Tensor:
-    view = flat(z)
-    z[:, :, 3] = -5.0
-    z *= 2
-    return ce(view, TOKENS.view(-1))
-
-
-def changed_after_a_copy(z: Tensor) -> Tensor:
-    copied, view = z[:, :-1].contiguous(), z[:, 1:]
-    z.mul_(2)
-    view.add_(1)
-    target = TOKENS[:, 1:].reshape(-1)
-    return ce(flat(copied), target) + ce(flat(view), target) + ce(z[0], TOKENS[0])
-
-
-def changed_without_graph(z: Tensor) -> Tensor:
-    view = flat(z)
-    with torch.no_grad():
-        z[..., :3] -= 4
-    return ce(view, TOKENS.view(-1)) + functional.relu(z, inplace=True).sum()
-
-
-COMPUTED |= {
-    "changed through a view": changed_through_a_view,
-    "changed after a copy": changed_after_a_copy,
-    "changed without graph": changed_without_graph,
-}
-
-
 @pytest.mark.parametrize("name", DEFERRED)
 def test_loss_needs_no_logits(model, deferring, num_computed, name):
     mine, theirs = train(deferring, DEFERRED[name]), train(model, DEFERRED[name])
