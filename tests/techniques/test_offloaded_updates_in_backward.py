@@ -22,6 +22,10 @@ Run = functools.partial(Offloaded, in_backward=True)
 
 
 class TestBitwise:
+    @pytest.mark.parametrize("name", ["tied", "used_twice", "eager_bert", "frozen"])
+    def test_models(self, name):
+        assert_bitwise(Run(name, "parameters"), Run(name, "parameters", in_backward=False))
+
     @pytest.mark.parametrize("rounding", [None, "master", "split"])
     @pytest.mark.parametrize("optimizer", KINDS)
     def test_optimizers(self, optimizer, rounding, monkeypatch):
