@@ -112,13 +112,13 @@ def number_of_commit(folder: Path) -> int:
 def left_to_test_all(items: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
     """Give what `make test` leaves out: what is ``exhaustive``, and all but a share of the rest.
 
-    Of two tests that differ in the package alone, one; of those ``daily(n)``, all but each n-th.
+    Of two tests that differ in the package alone, one; of those ``turns(n)``, all but each n-th.
     """
     more = [item for item in items if item.get_closest_marker("exhaustive")]
     more += _twins([item for item in items if item.get_closest_marker("exhaustive") is None])
     left, numbers = set(more), Counter[str]()
     for item in items:
-        marker = item.get_closest_marker("daily")
+        marker = item.get_closest_marker("turns")
         if marker is None or item in left:
             continue
         # Not each of many tests with a single case.

@@ -62,21 +62,18 @@ def set_other_defaults(fixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(name, value)
 
 
-def in_pairs(*values: Sequence[Any]) -> list[Any]:
-    """Cases of a whole product; in `make test` a few, in which each two values are together."""
+def in_pairs(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few of all combinations of values, in which each two values are together."""
     cases = list(itertools.product(*values))
     # Values as their places: not all have a hash.
     places = [list(enumerate(c)) for c in itertools.product(*(range(len(v)) for v in values))]
     pairs_of = [{*itertools.combinations(place, 2)} for place in places]
-    missing, chosen = set().union(*pairs_of), set()
+    missing, chosen = set().union(*pairs_of), list[int]()
     while missing:
         best = max(range(len(cases)), key=lambda number: len(pairs_of[number] & missing))
-        chosen.add(best)
+        chosen.append(best)
         missing -= pairs_of[best]
-    return [
-        pytest.param(*case, marks=() if number in chosen else pytest.mark.exhaustive)
-        for number, case in enumerate(cases)
-    ]
+    return [cases[number] for number in sorted(chosen)]
 
 
 def adamw(model: nn.Module, **options: Any) -> Optimizer:
@@ -250,14 +247,33 @@ def assert_bitwise_equal(a: Run, b: Run) -> None:
     for step, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)):
         assert torch.equal(x, y), f"loss of step {step}: {x} and {y}"
     for step, (mine, theirs) in enumerate(zip(a.gradients, b.gradients, strict=True)):
-        if not mine or not theirs:
-            continue  # used in backward; the state shows what they were
-        assert mine.keys() == theirs.keys()
-        different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
-        assert not different, f"gradients of step {step}: {different}"
-    assert a.state.keys() == b.state.keys()
-    different = [name for name in a.state if not torch.equal(a.state[name], b.state[name])]
-    assert not different, f"state after training: {different}"
+        if mine and theirs:  # otherwise used in backward; the state shows what they were
+            assert_same(mine, theirs, where=f"gradients of step {step}")
+    assert_same(a.state, b.state, where="state after training")
+
+
+def assert_same(one: Any, other: Any, *, where: str = "") -> None:
+    """Compare tensors bit for bit, wherever they are: in containers, modules and optimizers."""
+    if isinstance(one, nn.Module | Optimizer):
+        assert_same(one.state_dict(), other.state_dict(), where=where)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, value in one.items():
+            assert_same(value, other[key], where=f"{where} {key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for index, (x, y) in enumerate(zip(one, other, strict=True)):
+            assert_same(x, y, where=f"{where} {index}")
+    elif isinstance(one, Tensor):
+        assert one.dtype is other.dtype, where
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where
+
+
+def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors of a state, which may be those of a model."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

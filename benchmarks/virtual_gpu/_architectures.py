@@ -1,4 +1,7 @@
-"""Sixteen kinds of model at realistic width and a few blocks, to compare predictions with fits."""
+"""Sixteen kinds of model at realistic width and a few blocks, to compare predictions with fits.
+
+The tests have the same ones, smaller.
+"""
 
 import functools
 from collections.abc import Callable
@@ -38,19 +41,24 @@ class Lit(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute the loss of a batch."""
-        return self.loss(batch)
+        loss = self.loss(batch)
+        self.note(loss)
+        return loss
+
+    def note(self, loss: Tensor) -> None:
+        """Do nothing; who wants to log the loss does it here."""
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer."""
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
 
-class _MaskedPositions(Lit):
+class MaskedPositions(Lit):
     """The head sees only those positions that have a label: as many as the batch has."""
 
-    def __init__(self) -> None:
-        super().__init__(transformers.BertModel(transformers.BertConfig(**_SIZES)))
-        self.head = nn.Linear(768, _VOCABULARY)
+    def __init__(self, sizes: dict[str, Any]) -> None:
+        super().__init__(transformers.BertModel(transformers.BertConfig(**sizes)))
+        self.head = nn.Linear(sizes["hidden_size"], sizes["vocab_size"])
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         labels = batch["labels"]
@@ -59,7 +67,7 @@ class _MaskedPositions(Lit):
         return F.cross_entropy(logits, labels[labels != -100])
 
 
-class _Images(Lit):
+class Images(Lit):
     """Tuple batches, clipping, a schedule of the learning rate."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -73,7 +81,7 @@ class _Images(Lit):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class _ConvBlock(nn.Module):
+class ConvBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
@@ -83,28 +91,29 @@ class _ConvBlock(nn.Module):
         return x + F.relu(self.norm(self.conv(x)), inplace=True)
 
 
-def _convolutions() -> nn.Module:
+def convolutions(width: int) -> nn.Module:
+    """Three blocks on half the size."""
     return nn.Sequential(
-        nn.Conv2d(3, 128, 3, padding=1),
-        nn.BatchNorm2d(128),
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
-        *(_ConvBlock(128) for _ in range(3)),
+        *(ConvBlock(width) for _ in range(3)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(128, 10),
+        nn.Linear(width, 10),
     )
 
 
-class _UNet(nn.Module):
+class UNet(nn.Module):
     """Half the size twice, double it twice, and what was there before put beside it."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int, groups: int) -> None:
         super().__init__()
 
         def down(channels: int, width: int) -> nn.Module:
             conv = nn.Conv2d(channels, width, 3, padding=1)
-            return nn.Sequential(conv, nn.GroupNorm(8, width), nn.SiLU())
+            return nn.Sequential(conv, nn.GroupNorm(groups, width), nn.SiLU())
 
         self.down1, self.down2 = down(3, width), down(width, 2 * width)
         middle = (nn.Conv2d(2 * width, 2 * width, 3, padding=1) for _ in range(2))
@@ -121,7 +130,7 @@ class _UNet(nn.Module):
         return self.up1(torch.cat([up, first], dim=1))  # type: ignore[no-any-return]
 
 
-class _Segmentation(Lit):
+class Segmentation(Lit):
     """Each pixel has a class."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -130,13 +139,13 @@ class _Segmentation(Lit):
         return F.cross_entropy(self.model(pictures), labels[:, None, None].expand(-1, *size) % 3)
 
 
-class _Diffusion(Lit):
+class Diffusion(Lit):
     """Steps of noise are drawn at random, and a second model is an average of the first."""
 
     alphas: Tensor
 
-    def __init__(self) -> None:
-        super().__init__(_UNet(), functools.partial(torch.optim.Adam, lr=1e-4))
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(UNet(*sizes), functools.partial(torch.optim.Adam, lr=1e-4))
         self.register_buffer("alphas", torch.linspace(0.999, 0.9, 50).cumprod(0))
         self.average = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
         self.average.requires_grad_(False)
@@ -153,15 +162,15 @@ class _Diffusion(Lit):
         self.average.update_parameters(self.model)
 
 
-class _TransformerEncoder(Lit):
+class TransformerEncoder(Lit):
     """torch's own layers, and SGD with momentum."""
 
-    def __init__(self) -> None:
-        layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
+    def __init__(self, vocabulary: int, width: int, num_heads: int, inner: int) -> None:
+        layer = nn.TransformerEncoderLayer(width, num_heads, inner, batch_first=True)
         encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         super().__init__(encoder, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-        self.embedding = nn.Embedding(_VOCABULARY, 768, padding_idx=1)
-        self.head = nn.Linear(768, _VOCABULARY)
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=1)
+        self.head = nn.Linear(width, vocabulary)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         is_padding = batch["attention_mask"] == 0
@@ -169,33 +178,40 @@ class _TransformerEncoder(Lit):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten())
 
 
-class _Lstm(Lit):
+class Lstm(Lit):
     """Two layers in both directions."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.LSTM(512, 512, 2, batch_first=True, bidirectional=True, dropout=0.1))
-        self.embedding = nn.Embedding(_VOCABULARY, 512)
-        self.head = nn.Linear(1024, 5)
+    def __init__(self, vocabulary: int, width: int) -> None:
+        how: Any = {"batch_first": True, "bidirectional": True, "dropout": 0.1}
+        super().__init__(nn.LSTM(width, width, 2, **how))
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(2 * width, 5)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         output, _ = self.model(self.embedding(batch["input_ids"]))
         return F.cross_entropy(self.head(output[:, -1]), batch["input_ids"][:, 0] % 5)
 
 
-class _Gan(pl.LightningModule):
+class Gan(pl.LightningModule):
     """Two optimizers, which the module steps itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_drawn: int, width: int, num_pixels: int) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(128, 2048), nn.ReLU(), nn.Linear(2048, 12_288))
-        self.discriminator = nn.Sequential(nn.Linear(12_288, 2048), nn.ReLU(), nn.Linear(2048, 1))
+        self.num_drawn = num_drawn
+        drawn, pixels = nn.Linear(num_drawn, width), nn.Linear(width, num_pixels)
+        self.generator = nn.Sequential(drawn, nn.ReLU(), pixels)
+        seen, guess = nn.Linear(num_pixels, width), nn.Linear(width, 1)
+        self.discriminator = nn.Sequential(seen, nn.ReLU(), guess)
+
+    def note(self, loss: Tensor) -> None:
+        """Do nothing; who wants to log the loss does it here."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         optimizers: Any = self.optimizers()
         of_generator, of_discriminator = optimizers
         real = batch[0].flatten(1)
-        fake = self.generator(torch.randn(len(real), 128, device=self.device))
+        fake = self.generator(torch.randn(len(real), self.num_drawn, device=self.device))
         self.toggle_optimizer(of_generator)
         loss = F.softplus(-self.discriminator(fake)).mean()
         of_generator.zero_grad()
@@ -208,6 +224,7 @@ class _Gan(pl.LightningModule):
         self.manual_backward(loss)
         self.clip_gradients(of_discriminator, 1.0, "norm")
         of_discriminator.step()
+        self.note(loss)
 
     def configure_optimizers(self) -> Any:
         return [
@@ -216,20 +233,28 @@ class _Gan(pl.LightningModule):
         ]
 
 
-class _Table(Lit):
+class Table(Lit):
     """Columns of categories with a table each, then a transformer over the rows of an account."""
 
-    def __init__(self) -> None:
-        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
-        rows = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True, dropout=0.0)
+    def __init__(
+        self,
+        of_cells: tuple[int, int, int],
+        of_rows: tuple[int, int, int],
+        categories: tuple[int, ...],
+    ) -> None:
+        cells, rows = (
+            nn.TransformerEncoderLayer(*sizes, batch_first=True, dropout=0.0)
+            for sizes in (of_cells, of_rows)
+        )
+        width, row_width = of_cells[0], of_rows[0]
         super().__init__(
             nn.ModuleDict(
                 {
-                    "columns": nn.ModuleList([nn.Embedding(n, 256) for n in (7, 30_000, 500)]),
-                    "of_row": nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
-                    "squeeze": nn.Linear(3 * 256, 768),
+                    "columns": nn.ModuleList([nn.Embedding(n, width) for n in categories]),
+                    "of_row": nn.TransformerEncoder(cells, 1, enable_nested_tensor=False),
+                    "squeeze": nn.Linear(len(categories) * width, row_width),
                     "of_account": nn.TransformerEncoder(rows, 2, enable_nested_tensor=False),
-                    "head": nn.Linear(768, 30_000),
+                    "head": nn.Linear(row_width, categories[1]),
                 }
             )
         )
@@ -243,46 +268,37 @@ class _Table(Lit):
         return F.cross_entropy(parts["head"](hidden)[is_known], rows[..., 1][is_known])
 
 
-def _hugging_face(name: str, config: dict[str, Any], head: str) -> Lit:
+def hugging_face(name: str, config: dict[str, Any], head: str) -> Any:
+    """A model of transformers."""
     make = getattr(transformers, f"{name}Config")
-    return Lit(getattr(transformers, f"{name}{head}")(make(**config)))
+    return getattr(transformers, f"{name}{head}")(make(**config))
 
 
-def _vit() -> Lit:
-    settings: Any = {"num_hidden_layers": 3, "num_labels": 10}
-    config = transformers.ViTConfig(**settings)
-    return _Images(transformers.ViTForImageClassification(config))
-
-
-def _lora() -> Lit:
+def lora(model: nn.Module) -> Any:
+    """Adapters around GPT-2."""
     import peft  # noqa: PLC0415 - not everywhere
 
-    config = transformers.GPT2Config(vocab_size=_VOCABULARY, n_layer=3)
     adapters = peft.LoraConfig(r=64, target_modules=["c_attn"], fan_in_fan_out=True)
-    return Lit(peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters))
+    return peft.get_peft_model(model, adapters)
 
 
-def _checkpointed_transformer() -> pl.LightningModule:
+def checkpointed_transformer(sizes: dict[str, Any]) -> pl.LightningModule:
+    """BERT in our own module; who fits it brings the callback."""
     from lightning_memsave import CheckpointedTransformer  # noqa: PLC0415
 
-    config = transformers.BertConfig(**_SIZES)
+    config = transformers.BertConfig(**sizes)
     return CheckpointedTransformer(config, task="masked_lm", memsave=None, max_steps=100)
 
 
-def _numbers(seed: int = 0) -> torch.Generator:
+def numbers(seed: int = 0) -> torch.Generator:
+    """Random numbers from a seed."""
     return torch.Generator().manual_seed(seed)
 
 
-def _tokens(num_samples: int, num_tokens: int) -> Tensor:
-    shape = (num_samples, num_tokens)
-    return torch.randint(5, _VOCABULARY, shape, generator=_numbers())
-
-
-def _masked_lm_batch() -> dict[str, Tensor]:
+def masked_lm_batch(ids: Tensor, lengths: Tensor, share: float) -> dict[str, Tensor]:
     """Rows of different lengths, of which some tokens are to be found again."""
-    ids = _tokens(32, 128)
-    mask = (torch.arange(128) < torch.randint(64, 129, (32, 1), generator=_numbers(2))).long()
-    is_asked = (torch.rand(ids.shape, generator=_numbers(1)) < 0.15) & mask.bool()
+    mask = (torch.arange(ids.shape[1]) < lengths).long()
+    is_asked = (torch.rand(ids.shape, generator=numbers(1)) < share) & mask.bool()
     return {
         "input_ids": ids.masked_fill(mask == 0, 1),
         "attention_mask": mask,
@@ -290,13 +306,29 @@ def _masked_lm_batch() -> dict[str, Tensor]:
     }
 
 
+def padded_causal_lm(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of different lengths, each token of which is to be found."""
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def table_rows(num_accounts: int, num_rows: int, categories: tuple[int, ...]) -> Tensor:
+    """Categories of a row in each place of the last dimension."""
+    shape = (num_accounts, num_rows)
+    return torch.stack([torch.randint(0, n, shape, generator=numbers(n)) for n in categories], -1)
+
+
+def _tokens(num_samples: int, num_tokens: int) -> Tensor:
+    shape = (num_samples, num_tokens)
+    return torch.randint(5, _VOCABULARY, shape, generator=numbers())
+
+
+def _masked_lm_batch() -> dict[str, Tensor]:
+    lengths = torch.randint(64, 129, (32, 1), generator=numbers(2))
+    return masked_lm_batch(_tokens(32, 128), lengths, 0.15)
+
+
 def _causal_lm_batch() -> dict[str, Tensor]:
     return {"input_ids": _tokens(8, 512), "labels": _tokens(8, 512)}
-
-
-def _padded_causal_lm_batch() -> dict[str, Tensor]:
-    batch = _masked_lm_batch()
-    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def _pictures(num_samples: int, size: int) -> tuple[Tensor, Tensor]:
@@ -304,11 +336,9 @@ def _pictures(num_samples: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _table_batch() -> tuple[Tensor, Tensor]:
-    sizes = (7, 30_000, 500)
-    rows = [torch.randint(0, n, (64, 32), generator=_numbers(n)) for n in sizes]
     is_known = torch.ones(64, 32, dtype=torch.bool)
     is_known[:, 24:] = False
-    return torch.stack(rows, -1), is_known
+    return table_rows(64, 32, _CATEGORIES), is_known
 
 
 @dataclass(frozen=True)
@@ -332,32 +362,50 @@ _MIXTRAL = _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MIXTRAL |= {"num_hidden_layers": 2, "output_router_logits": True}
 _CLIPPED = (("gradient_clip_val", 1.0),)
 
+_CATEGORIES = (7, 30_000, 500)
+_GPT2 = {"vocab_size": _VOCABULARY, "n_layer": 3}
+_VIT: dict[str, Any] = {"num_hidden_layers": 3, "num_labels": 10}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "roberta": Architecture(
-        lambda: _hugging_face("Roberta", _SIZES, "ForMaskedLM"), _masked_lm_batch
+        lambda: Lit(hugging_face("Roberta", _SIZES, "ForMaskedLM")), _masked_lm_batch
     ),
-    "bert": Architecture(_MaskedPositions, _masked_lm_batch),
-    "gpt2": Architecture(
-        lambda: _hugging_face("GPT2", {"vocab_size": _VOCABULARY, "n_layer": 3}, "LMHeadModel"),
-        _causal_lm_batch,
+    "bert": Architecture(lambda: MaskedPositions(_SIZES), _masked_lm_batch),
+    "gpt2": Architecture(lambda: Lit(hugging_face("GPT2", _GPT2, "LMHeadModel")), _causal_lm_batch),
+    "llama": Architecture(
+        lambda: Lit(hugging_face("Llama", _LLAMA, "ForCausalLM")), _causal_lm_batch
     ),
-    "llama": Architecture(lambda: _hugging_face("Llama", _LLAMA, "ForCausalLM"), _causal_lm_batch),
     "t5": Architecture(
-        lambda: _hugging_face("T5", _T5, "ForConditionalGeneration"), _padded_causal_lm_batch
+        lambda: Lit(hugging_face("T5", _T5, "ForConditionalGeneration")),
+        lambda: padded_causal_lm(_masked_lm_batch()),
     ),
-    "vit": Architecture(_vit, lambda: _pictures(32, 224), _CLIPPED),
+    "vit": Architecture(
+        lambda: Images(hugging_face("ViT", _VIT, "ForImageClassification")),
+        lambda: _pictures(32, 224),
+        _CLIPPED,
+    ),
     "convolutions": Architecture(
-        lambda: _Images(_convolutions()), lambda: _pictures(32, 64), _CLIPPED
+        lambda: Images(convolutions(128)), lambda: _pictures(32, 64), _CLIPPED
     ),
-    "unet": Architecture(lambda: _Segmentation(_UNet()), lambda: _pictures(16, 64)),
-    "transformer_encoder": Architecture(_TransformerEncoder, _masked_lm_batch),
-    "lstm": Architecture(_Lstm, _masked_lm_batch, missing="recurrent layers need cuDNN"),
-    "gan": Architecture(_Gan, lambda: _pictures(64, 64)),
-    "diffusion": Architecture(_Diffusion, lambda: _pictures(16, 64)),
-    "table": Architecture(_Table, _table_batch),
-    "lora": Architecture(_lora, _causal_lm_batch),
+    "unet": Architecture(lambda: Segmentation(UNet(128, 8)), lambda: _pictures(16, 64)),
+    "transformer_encoder": Architecture(
+        lambda: TransformerEncoder(_VOCABULARY, 768, 12, 3072), _masked_lm_batch
+    ),
+    "lstm": Architecture(
+        lambda: Lstm(_VOCABULARY, 512), _masked_lm_batch, missing="recurrent layers need cuDNN"
+    ),
+    "gan": Architecture(lambda: Gan(128, 2048, 12_288), lambda: _pictures(64, 64)),
+    "diffusion": Architecture(lambda: Diffusion(128, 8), lambda: _pictures(16, 64)),
+    "table": Architecture(
+        lambda: Table((256, 4, 1024), (768, 12, 3072), _CATEGORIES), _table_batch
+    ),
+    "lora": Architecture(
+        lambda: Lit(lora(hugging_face("GPT2", _GPT2, "LMHeadModel"))), _causal_lm_batch
+    ),
     "mixtral": Architecture(
-        lambda: _hugging_face("Mixtral", _MIXTRAL, "ForCausalLM"), _causal_lm_batch
+        lambda: Lit(hugging_face("Mixtral", _MIXTRAL, "ForCausalLM")), _causal_lm_batch
     ),
-    "checkpointed_transformer": Architecture(_checkpointed_transformer, _masked_lm_batch),
+    "checkpointed_transformer": Architecture(
+        lambda: checkpointed_transformer(_SIZES), _masked_lm_batch
+    ),
 }

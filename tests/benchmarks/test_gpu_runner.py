@@ -30,7 +30,7 @@ def test_each_check_and_fit_is_a_step():
 
 
 @pytest.mark.parametrize("check", [*_device_checks.CHECKS, *_technique_checks.CHECKS])
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("inductor_in_this_thread")  # "fused_updates" compiles
 def test_each_check_runs_in_small(check, monkeypatch):
     monkeypatch.setattr(_technique_checks, "WIDTH", 64)
@@ -55,7 +55,7 @@ def test_each_fit_runs_in_small(name):
 
 
 @pytest.mark.parametrize("name", _fit.MODELS)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_each_model_gives_a_loss_of_its_batch(name):
     model = _fit.MODELS[name]
     batch = {key: tensor.to("meta") for key, tensor in model.make_batch().items()}

@@ -24,7 +24,7 @@ from tests.helpers import snapshot
 from tests.out_of_memory import MESSAGE
 
 # Predictions of many plans take long.
-pytestmark = pytest.mark.daily(2)
+pytestmark = pytest.mark.turns(2)
 
 WIDTH = 64
 
@@ -79,7 +79,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("share", [0.45, 0.6])
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_a_fit_stays_within_its_budget_and_trains_the_same(package, share, plain):
     losses, state, plain_bytes = plain
     budget = int(share * plain_bytes)
@@ -125,7 +125,7 @@ def test_what_cannot_fit_ends_before_training_and_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "parameters", True])
-@pytest.mark.daily(3)
+@pytest.mark.turns(3)
 def test_what_is_offloaded_stays_so_and_the_rest_is_planned(kind, plain):
     losses, state, plain_bytes = plain
     budget = plain_bytes // 2
@@ -163,7 +163,7 @@ class FailsAt(pl.Callback):
     ("num_failures", "settings"),
     [(1, {}), (2, {}), (3, {}), (2, {"offload": "optimizer"}), (2, {"offload": True})],
 )
-@pytest.mark.daily(5)
+@pytest.mark.turns(5)
 def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failures, settings, plain):
     losses, state, plain_bytes = plain
     callback = MemSaveCallback(budget=plain_bytes, exactness="bitwise", **settings)
@@ -449,7 +449,7 @@ def test_a_fit_without_batches_is_refused():
 
 
 @pytest.mark.parametrize("budget", [0.5, "auto"])
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_shares_and_free_memory(budget):
     callback = MemSaveCallback(budget=budget, exactness="bitwise")
     fit(encoder(), callback, max_steps=1)

@@ -800,7 +800,7 @@ class TestOutOfMemoryAroundTheBatch:
     @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
     @pytest.mark.parametrize("distance", [None, 1, 6, 25])
     @pytest.mark.parametrize("spacing", [11, pytest.param(3, marks=pytest.mark.exhaustive)])
-    @pytest.mark.daily(2)
+    @pytest.mark.turns(2)
     def test_is_that_of_a_smaller_size_or_of_none(self, distance, spacing):
         """Once, or twice with the second one in what follows the first."""
         whole, mode, _ = around_a_batch(None)
@@ -828,7 +828,7 @@ class TestOutOfMemoryInTheStep:
         ("name", "optimizer"),
         [*((name, None) for name in OPTIMIZERS), ("AdamW", "8bit"), ("two groups", "8bit")],
     )
-    @pytest.mark.daily(2)
+    @pytest.mark.turns(2)
     def test_state_is_there_before_any_parameter_changes(self, name, optimizer, monkeypatch):
         """Memory runs out at operators of making state: no parameter has changed."""
         num_failed = 0

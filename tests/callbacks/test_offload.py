@@ -75,7 +75,7 @@ class TestBitwise:
         assert rows_of(callback)["offload"].status == "on"
 
     @pytest.mark.parametrize("model", ["tied", "batch_norm", "frozen", "transformer"])
-    @pytest.mark.daily(2)
+    @pytest.mark.turns(2)
     def test_other_models_beside_other_settings(self, model):
         lit = make_lit(model=model)
         callback = only(
@@ -290,7 +290,7 @@ class TestOutOfMemory:
     @pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
     @pytest.mark.parametrize("what", ["optimizer", "parameters", True])
     @pytest.mark.parametrize("accumulated", [1, 2])
-    @pytest.mark.daily(3)
+    @pytest.mark.turns(3)
     def test_in_backward_the_batch_is_repeated(self, what, accumulated):
         """Some gradients have come by then, of which nothing may be left."""
         runs = []
@@ -404,7 +404,7 @@ def assert_equal_nested(one: Any, other: Any) -> None:
 
 class TestMemory:
     @pytest.mark.parametrize("settings", ["plain", "clipped", "accumulated", "bf16"])
-    @pytest.mark.daily(2)
+    @pytest.mark.turns(2)
     def test_is_predicted_to_the_byte(self, settings):
         lit = silent_lit("tied")
         how: dict[str, Any] = {"micro_batch_size": MicroBatching("auto")}

@@ -273,7 +273,7 @@ class TestConfigureOptimizersOnTheInstance:
         ],
     )
     @pytest.mark.parametrize("bare", [False, True], ids=["nothing", "bare"])
-    @pytest.mark.daily(2)
+    @pytest.mark.turns(2)
     def test_has_the_optimizer_state_that_is_counted(self, assign, bare):
         lit = make_lit()
         del type(lit).configure_optimizers
@@ -423,7 +423,7 @@ class TestStandardRecipes:
 
     @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
     @pytest.mark.parametrize("is_sorted", [True, False])
-    @pytest.mark.daily(2)
+    @pytest.mark.turns(2)
     def test_packed_sequences(self, kind, is_sorted):
         class Net(nn.Module):
             def __init__(self) -> None:

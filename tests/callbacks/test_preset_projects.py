@@ -299,7 +299,7 @@ PROJECTS = {
         for number, preset in enumerate(PRESETS)
     ],
 )
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_no_project_is_refused(name, preset):
     project = PROJECTS[name]
     callback = MemSaveCallback(preset=preset)

@@ -30,7 +30,7 @@ CHOICES = (
     ],
     ids=str,
 )
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, error):
     model = planned("gpt2").model
     (run,) = runs_of(model, find_blocks(model))

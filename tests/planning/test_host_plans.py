@@ -21,7 +21,7 @@ from lightning_memsave.units import MIB
 from tests.planning.plans import RATES
 
 # Predictions of many plans take long.
-pytestmark = pytest.mark.daily(2)
+pytestmark = pytest.mark.turns(2)
 
 OPEN = ("activation_checkpointing", "offload")
 NUM_BLOCKS = 7
@@ -70,7 +70,7 @@ def budget_of(share):
 
 
 @pytest.mark.parametrize("recomputed", ["selective", "keep", "full"])
-@pytest.mark.daily(3)
+@pytest.mark.turns(3)
 def test_what_is_composed_of_few_blocks_is_what_is_predicted_of_all(recomputed):
     kinds = sorted([recomputed] * 4 + ["full"] * 3, key=("full", "selective", "keep").index)
     for variant in recorded().on_host(in_parts=False):
@@ -188,7 +188,7 @@ _8BIT = {"optimizer": "8bit"}
         (True, 5, None),
     ],
 )
-@pytest.mark.daily(4)
+@pytest.mark.turns(4)
 def test_the_fastest_form_is_tried_for_which_the_host_has_memory(is_open, num_bytes, changes):
     names = ("low_precision_weights", "optimizer", "optimizer_in_backward")
     open_arguments = (*OPEN[1:2], *names[: 2 + is_open])

@@ -31,14 +31,14 @@ from tests.planning.plans import (
 )
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
-_DAILY = ("encoder", "no blocks")
+_OFTEN = ("encoder", "no blocks")
 _MORE = (pytest.mark.exhaustive, pytest.mark.slow)
-MODELS = [pytest.param(name, marks=() if name in _DAILY else _MORE) for name in PLANNED]
+MODELS = [pytest.param(name, marks=() if name in _OFTEN else _MORE) for name in PLANNED]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_MORE)])
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_the_plan_is_as_fast_as_the_best_of_all(name, device):
     everything = list(all_plans(name, device))
     search = search_of(name, device)
@@ -131,7 +131,7 @@ def test_state_in_fewer_bits_is_never_shown_as_a_cost():
 
 
 @pytest.mark.parametrize("argument", ["optimizer", "precision"])
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_what_is_advised_against_is_planned_where_nothing_else_fits(argument):
     if argument == "optimizer":
         search = search_of("large table", "cuda", ("activation_checkpointing", "optimizer"))
@@ -229,7 +229,7 @@ def test_what_the_model_raises_comes_through():
     ],
     ids=str,
 )
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_the_exactness_of_a_plan_is_that_of_all_that_is_on(settings, expected):
     what_if = what_if_of("encoder", preset=None, **settings)
     found = search_for(what_if, Exactness.BITWISE).find(10**9)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.technique import Exactness, Technique
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave import Exactness, LowPrecisionWeights, MicroBatching
+from lightning_memsave.core.technique import Technique
 from tests.cases import CASES, DEVICE, fused, make_batch, make_model
 from tests.helpers import (
     OF_OPTIMIZER,

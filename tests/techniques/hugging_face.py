@@ -204,12 +204,18 @@ def _tiny_list(name: str, values: Any, config: Any) -> dict[str, Any]:
     return {}
 
 
-def make_config(family: str) -> Any:
+def make_config(family: str, **settings: Any) -> Any:
     config_class = transformers.CONFIG_MAPPING[family]
-    config = config_class(**tiny_settings(config_class()))
+    config = config_class(**(tiny_settings(config_class()) | settings))
     if config.is_encoder_decoder:
         config.decoder_start_token_id = 0
     return config
+
+
+def tiny(family: str, of: str | None = None, **settings: Any) -> Any:
+    """A model of a family, of a class if it is named, with other settings where they are given."""
+    torch.manual_seed(1)
+    return getattr(transformers, of or CLASSES[family])(make_config(family, **settings))
 
 
 HYBRID = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
@@ -302,11 +308,7 @@ OWN: dict[str, dict[str, Any]] = {
         "projector_output_dim": 32,
     },
     "lw_detr": {"projector_scale_factors": [1.0]},
-    "lw_detr_vit": {
-        "num_windows": 4,
-        "window_block_indices": [0, 1],
-        "out_indices": [1, 3],
-    },
+    "lw_detr_vit": {"num_windows": 4, "window_block_indices": [0, 1], "out_indices": [1, 3]},
     "lxmert": {"l_layers": 2, "x_layers": 2, "r_layers": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
     "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -334,11 +336,7 @@ OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "radio": {"video_temporal_patch_size": 2},
-    "reformer": {
-        "is_decoder": True,
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [4, 3],
-    },
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 3]},
     "sam2_hiera_det_model": {
         "hidden_size": 12,
         "num_attention_heads": 2,
@@ -391,8 +389,7 @@ class Tiny(nn.Module):
 
     def __init__(self, family: str) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.model = getattr(transformers, CLASSES[family])(make_config(family))
+        self.model = tiny(family)
         if family in VANISHING:
             for module in self.model.modules():
                 if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.techniques.optimizer_in_backward.technique import (
-    InBackwardHandle,
-    OptimizerInBackward,
-)
+from lightning_memsave import OptimizerInBackward
+from lightning_memsave.techniques.optimizer_in_backward.technique import InBackwardHandle
 from tests.cases import make_batch
+from tests.helpers import assert_same
 
 WIDTH = 64
 
@@ -32,63 +31,51 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, a), (_, b) in zip(
-        ours.state_dict().items(), theirs.state_dict().items(), strict=True
-    ):
-        assert torch.equal(a, b), name
+Loop = Callable[[Any, Optimizer, InBackwardHandle | None], object]
 
 
-def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
-    mine, other = ours.state_dict(), theirs.state_dict()
-    assert mine["param_groups"] == other["param_groups"]
-    assert mine["state"].keys() == other["state"].keys()
-    for key, values in other["state"].items():
-        assert_equal(mine["state"][key], values)
+def steps(net: nn.Module, optimizer: Optimizer, _: object = None) -> None:
+    for number in range(3):
+        step(net, optimizer, number)
 
 
-def assert_equal(ours: Any, theirs: Any) -> None:
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert_equal(ours[key], value)
-    elif isinstance(theirs, Tensor):
-        assert torch.equal(ours, theirs)
-    else:
-        assert ours == theirs
+def run_both(
+    model: nn.Module, make_optimizer: MakeOptimizer, loop: Loop = steps, **settings: Any
+) -> tuple[nn.Module, nn.Module]:
+    """Run a loop with two copies of a model, one with the technique; both are the same then."""
+    ours, theirs = nets = loops(model)
+    optimizers = [make_optimizer(trained(net)) for net in nets]
+    handle = apply(optimizers[0], **settings)
+    for net, optimizer, own in zip(nets, optimizers, (handle, None), strict=True):
+        torch.manual_seed(0)
+        loop(net, optimizer, own)
+    assert_same(ours, theirs)
+    assert_same(*optimizers)
+    with pytest.raises(AssertionError):  # it has trained
+        assert_same(model, ours)
+    return ours, theirs
 
 
 def train_both(
     model: nn.Module,
     make_optimizer: MakeOptimizer,
     *,
-    steps: int = 4,
     clip: Callable[[nn.Module], object] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, nn.Module]:
-    """Train two copies, one of them with the technique; give both."""
-    models, optimizers = [], []
-    for is_ours in (True, False):
-        net = copy.deepcopy(model).train()
-        optimizer = make_optimizer(trained(net))
-        if is_ours:
-            apply(optimizer, **settings)
-        torch.manual_seed(0)
-        for step in range(steps):
-            net(make_batch(step)).backward()
-            if is_ours:
+    """Train two copies in four steps, the other one clipped by hand."""
+
+    def loop(net: nn.Module, optimizer: Optimizer, handle: InBackwardHandle | None) -> None:
+        for number in range(4):
+            net(make_batch(number)).backward()
+            if handle is not None:
                 assert all(p.grad is None for p in net.parameters())
             elif clip is not None:
                 clip(net)
             optimizer.step()
             optimizer.zero_grad()
-        models.append(net)
-        optimizers.append(optimizer)
-    assert_same(*models)
-    assert_same_state(*optimizers)
-    with pytest.raises(AssertionError):  # it has trained
-        assert_same(model, models[0])
-    return models[0], models[1]
+
+    return run_both(model, make_optimizer, loop, **settings)
 
 
 def loops(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -2,18 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.blocks import find_blocks
-from lightning_memsave.core.technique import Handle
+from lightning_memsave import ActivationCheckpointing, find_blocks
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
@@ -21,24 +16,6 @@ from lightning_memsave.techniques.offloading.host_worker import HostWorker
 
 KINDS = (None, "all", "nested", "selective")
 WIDTH, NUM_BLOCKS = 32, 5
-
-
-@dataclass(eq=False)
-class Offloads:
-    """As a technique, for what is in a block's memory on a CPU."""
-
-    num_kept: int = 1
-
-    def apply(self, model: nn.Module) -> Handle[nn.Module]:
-        worker, memory = HostWorker(in_background=False), HostMemory()
-        offloaded = OffloadedActivations(
-            find_blocks(model),
-            lambda tensor: copies_for(tensor, worker, memory),
-            memory,
-            min_bytes=0,
-            num_kept=self.num_kept,
-        )
-        return Handle(model, ["blocks"], undo=offloaded.start())
 
 
 class Block(nn.Module):

@@ -1,65 +1,139 @@
 """Loops with everything that training has, with and without offloaded weights."""
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
-from tests.helpers import adamw
+from tests.helpers import InAutocast, assert_same, clones
 
 
 class Offloaded:
-    """A model of the contract suite with offloaded weights and an optimizer."""
+    """A model of the contract suite with something of it on the host, and its optimizer.
+
+    With ``what=None`` the same without offloading, to compare with.
+    """
 
     def __init__(
         self,
         name: str = "dropout",
-        what: str = "optimizer",
+        what: str | None = "optimizer",
         *,
+        optimizer: str = "AdamW",
+        chunks: bool = False,
+        rounding: str | None = None,
+        in_backward: bool | OptimizerInBackward = False,
         in_background: bool = True,
-        num_blocks_on_device: int = 2,
+        recomputes: bool = False,
+        device: str = "cpu",
+        **settings: Any,
     ) -> None:
-        self.model = make_model(name).train()
-        self.optimizer = adamw(self.model)
-        technique = Offloading(what, num_blocks_on_device=num_blocks_on_device)
-        self.handle: OffloadingHandle = technique.apply(self.model)
-        assert self.handle.residence is not None, "there are weights"
-        self.residence = self.handle.residence
-        self.updates = technique.update_in_background(self.optimizer) if in_background else None
+        self.device = device
+        self.model = make_model(name).train().to(device)
+        if chunks:
+            ChunkedCrossEntropy(heads="head", chunk_size=2).apply(self.model)
+        if recomputes:
+            ActivationCheckpointing().apply(self.model)
+        self._undo: list[Callable[[], None]] = []
+        if what is not None:
+            technique = Offloading(what, **settings)
+            self.handle: OffloadingHandle = technique.apply(self.model)
+            self._undo.append(self.handle.undo)
+        if rounding is not None:
+            LowPrecisionWeights(rounding).apply(self.model)
+        self.whole = self.model if rounding is None else InAutocast(self.model)
+        self.optimizer = optimizer_of(self.model, optimizer)
+        if in_backward:
+            chosen = OptimizerInBackward() if in_backward is True else in_backward
+            self.in_backward = chosen.apply(self.optimizer)
+        if in_background and what not in (None, "activations"):
+            self.updates = technique.update_in_background(self.optimizer)
+            self._undo.append(self.updates.undo)
 
-    def step(self, number: int = 0) -> Tensor:
-        torch.manual_seed(number)
-        loss: Tensor = self.model(make_batch(number))
-        loss.backward()
+    @property
+    def residence(self) -> Residence:
+        assert self.handle.residence is not None, "there are weights"
+        return self.handle.residence
+
+    def step(self, number: int = 0, num_parts: int = 1) -> Tensor:
+        """A step with the dropout masks of its number; give the last loss."""
+        for part in range(num_parts):
+            torch.manual_seed(number)
+            loss: Tensor = self.whole(make_batch(number + 10 * part).to(self.device))
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach().cpu()
 
     def close(self) -> None:
-        if self.updates is not None:
-            self.updates.undo()
-        self.handle.undo()
+        for function in reversed(self._undo):
+            function()
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert list(one) == list(other)
-    for key, value in one.items():
-        assert torch.equal(value, other[key]), key
+def assert_bitwise(ours: Offloaded, theirs: Offloaded, num_steps: int = 4) -> None:
+    """Train both, and compare all that they have."""
+    for number in range(num_steps):
+        assert torch.equal(ours.step(number), theirs.step(number))
+    assert_same(ours.model, theirs.model)
+    assert_same(ours.optimizer, theirs.optimizer)
+
+
+class Own(torch.optim.AdamW):
+    """Nobody knows whether it couples parameters."""
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
+    "8bit": lambda params: LowBitOptimizer().apply(torch.optim.AdamW(params, lr=1e-3)).target,
+    "unknown": lambda params: Own(params, lr=1e-3, weight_decay=0.1),
+    "two groups": lambda params: torch.optim.AdamW(
+        [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}], lr=1e-3
+    ),
+}
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped by norm": {"norm": 0.1},
+    "clipped by value": {"value": 1e-3},
+    "accumulated": {"accumulated": 4, "norm": 0.1},
+    "scaled": {"scales": True, "norm": 0.1},
+    "two batches in a loss": {"batches": 2, "accumulated": 2},
+    "on gradients that somebody has set": {"given": 0.5},
+    "reset after forward": {"resets_late": True},
+}
 
 
 def run_loop(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> list[Any]:
     """Four steps of a loop with everything; give losses, norms and rates."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=how.get("scales", False))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        *(optimizer, 1e-2),
+        total_steps=8,
+        cycle_momentum=not {"momentum", "betas"}.isdisjoint(optimizer.defaults),
+    )
     found: list[Any] = []
     for number in range(4):
         torch.manual_seed(number)
+        for param in model.parameters() if "given" in how else ():
+            param.grad = torch.full(param.shape, how["given"])  # reads no weights
         for part in range(how.get("accumulated", 1)):
-            loss = model(make_batch(10 * number + part))
+            first = 100 * number + 10 * part
+            losses = [model(make_batch(first + index)) for index in range(how.get("batches", 1))]
+            loss = torch.stack(losses).sum()
+            if how.get("resets_late"):  # as Lightning does
+                optimizer.zero_grad()
             scaler.scale(loss).backward()
             found.append(loss.item())
         scaler.unscale_(optimizer)
@@ -69,7 +143,8 @@ def run_loop(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> 
             nn.utils.clip_grad_value_(model.parameters(), how["value"])
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        if not how.get("resets_late"):
+            optimizer.zero_grad()
         scheduler.step()
         if number == 1:
             with torch.inference_mode():
@@ -78,66 +153,19 @@ def run_loop(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> 
     return [*found, scheduler.get_last_lr()]
 
 
-LOOPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped by norm": {"norm": 0.1},
-    "clipped by value": {"value": 1e-3},
-    "accumulated": {"accumulated": 4, "norm": 0.1},
-    "scaled": {"scales": True, "norm": 0.1},
-}
-OPTIMIZERS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
-    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
-    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
-    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
-    "two groups": lambda params: torch.optim.AdamW(
-        [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}], lr=1e-3
-    ),
-}
-
-
-def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["param_groups"] == other["param_groups"]
-    assert one["state"].keys() == other["state"].keys()
-    for key, values in one["state"].items():
-        for name, value in values.items():
-            found = other["state"][key][name]
-            assert torch.equal(value, found) if isinstance(value, Tensor) else value == found
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a loop has given: losses, norms and rates, weights, and the optimizer's state."""
-
-    found: list[Any]
-    weights: dict[str, Tensor]
-    state: dict[str, Any]
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loop: str) -> Trained:
-    """Train in a loop, and copy what it has given."""
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loop: str) -> list[Any]:
+    """Losses, norms and rates of a loop, weights, and the optimizer's state."""
     found = run_loop(model, optimizer, **LOOPS[loop])
-    return Trained(found, clones(model.state_dict()), optimizer.state_dict())
+    return [found, clones(model.state_dict()), optimizer.state_dict()]
 
 
 @functools.cache
-def trained_without(name: str, loop: str) -> Trained:
+def trained_without(name: str, loop: str, kind: str) -> list[Any]:
     """What a loop gives without offloading."""
     model = make_model(name).train()
-    return trained(model, weight_decaying(model), loop)
+    return trained(model, optimizer_of(model, kind), loop)
 
 
-def weight_decaying(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for what a model trains."""
-    return OPTIMIZERS["AdamW"]([p for p in model.parameters() if p.requires_grad])
-
-
-def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the tensors of a state, which may be those of a model."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def assert_same_training(one: Trained, other: Trained) -> None:
-    assert one.found == other.found
-    assert_equal(one.weights, other.weights)
-    assert_same_state(one.state, other.state)
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    """One of `OPTIMIZERS` for what a model trains."""
+    return OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])

@@ -8,25 +8,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    CLIPConfig,
-    CLIPModel,
-    FalconConfig,
-    FalconForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
+from lightning_memsave import ActivationCheckpointing, AttentionKernel
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -36,56 +19,38 @@ from lightning_memsave.errors import (
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from tests.helpers import snapshot
+from tests.techniques.hugging_face import tiny
 
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
-SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = EAGER | {"num_hidden_layers": 2, "num_attention_heads": 4}
 BERT: dict[str, Any] = SIZES | {
-    "intermediate_size": 48,
-    "vocab_size": 50,
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
     "max_position_embeddings": 300,
 }
 
 
-def bert() -> Any:
-    return BertForMaskedLM(BertConfig(**EAGER, **BERT))
-
-
-def roberta() -> Any:
-    return RobertaForMaskedLM(RobertaConfig(**EAGER, **BERT))
+def bert(**settings: Any) -> Any:
+    return tiny("bert", "BertForMaskedLM", **(BERT | settings))
 
 
 def gpt2() -> Any:
-    sizes: dict[str, Any] = {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 80,
-        "vocab_size": 50,
-    }
     rates: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    config = GPT2Config(**EAGER, use_cache=False, **sizes, **rates)
-    return GPT2LMHeadModel(config)
+    return tiny("gpt2", **EAGER, use_cache=False, n_layer=2, n_head=4, **rates)
 
 
 def llama() -> Any:
-    sizes = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 50}
-    config = LlamaConfig(**EAGER, use_cache=False, **sizes)
-    return LlamaForCausalLM(config)
+    return tiny("llama", use_cache=False, num_key_value_heads=2, **SIZES)
 
 
-def vit() -> Any:
-    config = ViTConfig(**EAGER, image_size=16, patch_size=4, intermediate_size=48, **SIZES)
-    return ViTForImageClassification(config)
-
-
-MODELS = {"bert": bert, "roberta": roberta, "gpt2": gpt2, "llama": llama, "vit": vit}
+MODELS = {
+    "bert": bert,
+    "roberta": lambda: tiny("roberta", "RobertaForMaskedLM", **BERT),
+    "gpt2": gpt2,
+    "llama": llama,
+    "vit": lambda: tiny("vit", "ViTForImageClassification", **SIZES, image_size=16, patch_size=4),
+}
 
 
 def words(num_tokens=12):
@@ -129,17 +94,6 @@ def test_errs_no_more_than_eager_attention(name):
         assert ours <= 2 * theirs + 1e-6 * max(size, 1e-2)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_is_the_same_in_float64(name):
-    model, batch = MODELS[name]().double(), batch_for(name)
-    eager = loss_and_gradients(model, batch)
-    eager = [t.clone() for t in eager]
-    with AttentionKernel().apply(model):
-        # Eager attention of Llama and ViT takes the softmax in float32, whatever the model is in.
-        tolerance = 1e-6 if name in {"llama", "vit"} else 1e-12
-        assert max(errors(loss_and_gradients(model, batch), eager)) < tolerance
-
-
 def peak_bytes(model, batch):
     with PeakMemory(model) as peak:
         model(**batch).loss.backward()
@@ -150,56 +104,15 @@ def peak_bytes(model, batch):
 SCORES = 3 * 4 * 256 * 256 * 4  # batch x heads x tokens x tokens in float32
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_scores_are_not_kept(name):
-    model = MODELS[name]().train()
-    batch = words(num_tokens=256)
-    eager = peak_bytes(model, batch)
-    with AttentionKernel().apply(model):
-        fused = peak_bytes(model, batch)
-    # Softmax's result in each of two layers, and more than its gradient in backward of one.
-    assert eager - fused >= 2.9 * SCORES
-
-
 def test_on_cuda_dropout_keeps_nothing_either():
     """On a CPU sdpa takes plain matrix products where there is dropout."""
-    config = BertConfig(**EAGER, **BERT)
-    config.attention_probs_dropout_prob = 0.1
-    model = BertForMaskedLM(config).train()
+    model = bert(attention_probs_dropout_prob=0.1).train()
     with fake_tensors() as fake, cuda_kernels():
         model, batch = fake.copy_module(model), fake.copy_batch(words(num_tokens=256))
         eager = peak_bytes(model, batch)
         with AttentionKernel().apply(model):
             fused = peak_bytes(model, batch)
     assert eager - fused >= 4.5 * SCORES
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_undo_restores_the_model(name):
-    model = MODELS[name]()
-    before, keys = snapshot(model), list(model.state_dict())
-    handle = AttentionKernel().apply(model)
-    assert handle.changes == (f"`{type(model).__name__}`: eager -> sdpa",)
-    assert handle.skipped == ()
-    assert model.config._attn_implementation == "sdpa"
-    assert list(model.state_dict()) == keys
-    loss_and_gradients(model, batch_for(name))
-    handle.undo()
-    handle.undo()
-    model.zero_grad()
-    assert snapshot(model) == before
-    assert model.config._attn_implementation == "eager"
-
-
-def test_applying_twice_equals_once():
-    model = bert()
-    first = AttentionKernel().apply(model)
-    with pytest.warns(NoEffectWarning, match="its attention is `sdpa` already"):
-        second = AttentionKernel().apply(model)
-    second.undo()
-    assert model.config._attn_implementation == "sdpa"
-    first.undo()
-    assert model.config._attn_implementation == "eager"
 
 
 def test_undo_leaves_what_the_user_has_set_since():
@@ -243,8 +156,7 @@ class TestSaid:
             assert before - step_bytes() >= 4 * 2 * 4 * 300**2
 
     def test_dropout_on_a_cpu(self):
-        rates = {"attention_probs_dropout_prob": 0.1}
-        model = BertForMaskedLM(BertConfig(**EAGER, **(BERT | rates)))
+        model = bert(attention_probs_dropout_prob=0.1)
         assert "(on a GPU no scores" in AttentionKernel("sdpa").apply(model).summary
 
 
@@ -274,17 +186,9 @@ def test_works_under_peft():
     assert plain.base_model.model.config._attn_implementation == "eager"
 
 
-def clip() -> Any:
-    text = SIZES | {"intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 20}
-    vision = SIZES | {"intermediate_size": 48, "image_size": 16, "patch_size": 4}
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    model = CLIPModel(config)
-    model.set_attn_implementation("eager")
-    return model
-
-
 def test_sub_models_have_kernels_of_their_own():
-    model = clip()
+    model = tiny("clip", "CLIPModel")
+    model.set_attn_implementation("eager")
     model.vision_model.set_attn_implementation("sdpa")
     handle = AttentionKernel().apply(model)
     assert [line.rpartition(": ")[2] for line in handle.changes] == ["eager -> sdpa"] * 2
@@ -298,14 +202,7 @@ def test_sub_models_have_kernels_of_their_own():
 
 
 def test_encoder_and_decoder_with_configurations_of_their_own():
-    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    config = T5Config(
-        **EAGER,
-        dropout_rate=0.0,
-        vocab_size=50,
-        **sizes | {"decoder_start_token_id": 0},
-    )
-    model = T5ForConditionalGeneration(config).double()
+    model = tiny("t5", "T5ForConditionalGeneration", **EAGER, dropout_rate=0.0).double()
     batch = words()
     eager = [t.clone() for t in loss_and_gradients(model, batch)]
     handle = AttentionKernel().apply(model)
@@ -332,17 +229,11 @@ def test_leaves_models_alone_that_return_attention_weights():
 
 
 def test_leaves_models_alone_that_do_not_support_it():
-    sizes = SIZES | {"intermediate_size": 48, "vocab_size": 50, "num_key_value_heads": 2}
-    config = transformers.Gemma2Config(**EAGER, head_dim=8, **sizes)
-    no_effect(
-        transformers.Gemma2ForCausalLM(config),
-        "Gemma2ForCausalLM does not support.*scaled_dot_product",
-    )
+    no_effect(tiny("gemma2", **EAGER), "Gemma2ForCausalLM does not support.*scaled_dot_product")
 
 
 def test_leaves_models_alone_whose_attention_is_chosen_when_they_are_built():
-    config = FalconConfig(**EAGER, vocab_size=50, **SIZES)
-    no_effect(FalconForCausalLM(config), "attention of `FalconForCausalLM` cannot be changed")
+    no_effect(tiny("falcon", **EAGER), "attention of `FalconForCausalLM` cannot be changed")
 
 
 def test_leaves_attention_in_float32_alone():
@@ -494,30 +385,8 @@ class TestPaddingOnTheLeft:
         eager, fused = self.losses(batch)
         assert abs(eager - fused) < 2e-6
 
-    def test_does_not_matter_on_the_right(self):
-        eager, fused = self.losses(words())
-        assert abs(eager - fused) < 2e-6
-
-    def test_does_not_matter_where_there_is_nothing_else(self):
-        batch = self.batch()
-        batch["attention_mask"][1] = 0
-        with AttentionKernel().apply(llama()) as handle:
-            handle.target(**batch)
-
-    def test_does_not_matter_to_encoders(self):
-        with AttentionKernel().apply(bert()) as handle:
-            handle.target(**self.batch())
-
     def test_is_not_looked_at_without_data(self):
         with fake_tensors() as fake:
             model, batch = fake.copy_module(llama()), fake.copy_batch(self.batch())
             with AttentionKernel().apply(model):
                 model(**batch).loss.backward()
-
-    def test_leaves_nothing_behind(self):
-        model = llama()
-        before = snapshot(model)
-        with AttentionKernel().apply(model):
-            pass
-        assert snapshot(model) == before
-        assert not [name for name in vars(model) if "memsave" in name]

@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave import ActivationCheckpointing, BlockMicroBatching, Offloading
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.part import Part
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, make_batch, make_model
-from tests.helpers import InAutocast, assert_bitwise_equal, names_of_cache, train
+from tests.helpers import InAutocast, assert_bitwise_equal, in_pairs, names_of_cache, train
 
 
 def double(step: int) -> Tensor:
@@ -62,10 +58,14 @@ def assert_close(one: Any, other: Any) -> None:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("size", [1, 4, 5, 6, 9])
-    @pytest.mark.parametrize("kind", [None, "all", "nested", "selective"])
-    def test_is_that_of_whole_batches(self, kind, size):
+    @pytest.mark.parametrize(
+        ("kind", "size", "is_frozen"),
+        in_pairs([None, "all", "nested", "selective"], [1, 4, 5, 6, 9], [False, True]),
+    )
+    def test_is_that_of_whole_batches(self, kind, size, is_frozen):
         model, batch = Layers().double(), sequences().double()
+        for layer in model.layers[::2] if is_frozen else ():
+            layer.requires_grad_(False)
         plain = gradients(model, batch)
         handles = [BlockMicroBatching(size).apply(model)]
         if kind:
@@ -75,21 +75,16 @@ class TestTraining:
             handle.undo()
         assert all(map(torch.equal, plain, gradients(model, batch)))
 
-    @pytest.mark.parametrize("kind", ["all", "nested", "selective"])
+    @pytest.mark.parametrize("kind", [None, "all", "nested", "selective"])
     def test_masks_are_the_same_in_recomputation(self, kind):
+        """And in each later step: the check in the first one draws and changes nothing."""
         model, batch = Layers(dropout=0.5), sequences()
         BlockMicroBatching(4).apply(model)
-        plain = gradients(model, batch)
-        with ActivationCheckpointing(kind).apply(model):
-            assert all(map(torch.equal, plain, gradients(model, batch)))
-
-    def test_the_check_draws_nothing_and_changes_nothing(self):
-        """The first step is as each later one."""
-        model, batch = Layers(dropout=0.5), sequences()
-        BlockMicroBatching(4).apply(model)
-        first, second = gradients(model, batch), gradients(model, batch)
-        assert all(map(torch.equal, first, second))
+        first = gradients(model, batch)
         assert all(module.training for module in model.modules())
+        if kind is not None:
+            ActivationCheckpointing(kind).apply(model)
+        assert all(map(torch.equal, first, gradients(model, batch)))
 
     def test_in_autocast(self):
         """The check must not fill the cache of weights with ones that have no graph."""
@@ -98,15 +93,6 @@ class TestTraining:
         BlockMicroBatching(4).apply(model)
         for a, b in zip(plain, gradients(InAutocast(model), batch), strict=True):
             assert (a - b).norm() < 2e-2 * a.norm()
-
-    def test_frozen_blocks(self):
-        model, batch = Layers().double(), sequences().double()
-        model.layers[0].requires_grad_(False)
-        model.layers[2].requires_grad_(False)
-        plain = gradients(model, batch)
-        BlockMicroBatching(4).apply(model)
-        ActivationCheckpointing().apply(model)
-        assert_close(plain, gradients(model, batch))
 
     @pytest.mark.parametrize("what", ["parameters", "parameters+activations"])
     def test_offloading_moves_no_bit(self, what):

@@ -12,14 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
-    DeferredLogits,
-)
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, IncompatibleError
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import DeferredLogits
+from tests.helpers import in_pairs
 
 # What is said when logits are needed is tested in `test_logits_needed.py`.
 pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
@@ -143,35 +138,6 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def changed_through_a_view(z: Tensor) -> Tensor:
-    view = flat(z)
-    z[:, :, 3] = -5.0
-    z *= 2
-    return ce(view, TOKENS.view(-1))
-
-
-def changed_after_a_copy(z: Tensor) -> Tensor:
-    copied, view = z[:, :-1].contiguous(), z[:, 1:]
-    z.mul_(2)
-    view.add_(1)
-    target = TOKENS[:, 1:].reshape(-1)
-    return ce(flat(copied), target) + ce(flat(view), target) + ce(z[0], TOKENS[0])
-
-
-def changed_without_graph(z: Tensor) -> Tensor:
-    view = flat(z)
-    with torch.no_grad():
-        z[..., :3] -= 4
-    return ce(view, TOKENS.view(-1)) + functional.relu(z, inplace=True).sum()
-
-
-COMPUTED |= {
-    "changed through a view": changed_through_a_view,
-    "changed after a copy": changed_after_a_copy,
-    "changed without graph": changed_without_graph,
-}
-
-
 @pytest.mark.parametrize("name", DEFERRED)
 def test_loss_needs_no_logits(model, deferring, num_computed, name):
     mine, theirs = train(deferring, DEFERRED[name]), train(model, DEFERRED[name])
@@ -188,13 +154,19 @@ def test_anything_else_is_as_with_ordinary_logits(model, deferring, num_computed
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("loss_of", [
+    lambda z: torch.ops.aten.cross_entropy_loss(z.flatten(0, 1), TOKENS.view(-1)),
     lambda z: ce(flat(Doubled.apply(z)), TOKENS.view(-1)),
     lambda z: ce(Doubled.apply(flat(z)), TOKENS.view(-1)),
-    lambda z: Doubled.apply(z[:, 1:].float()).square().sum(),
+    lambda z: Doubled.apply(z[:, 1:].float() / 2).square().sum(),
 ])  # fmt: skip
-def test_functions_with_a_backward_of_their_own(model, deferring, loss_of):
-    for a, b in zip(train(deferring, loss_of), train(model, loss_of), strict=True):
+def test_functions_with_a_backward_of_their_own(model, loss_of, is_tied):
+    if is_tied:
+        model.head.weight = model.embedding.weight
+    other = copy.deepcopy(model)
+    ChunkedCrossEntropy("head").apply(model)
+    for a, b in zip(train(model, loss_of), train(other, loss_of), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -207,23 +179,12 @@ def test_metadata_needs_no_logits(model, deferring, num_computed):
         (mine[:, 1:].double(), theirs[:, 1:].double()),
         (mine.mT, theirs.mT),
     ):
-        assert (a.shape, a.stride(), a.storage_offset()) == (
-            b.shape,
-            b.stride(),
-            b.storage_offset(),
-        )
-        assert (a.dtype, a.device, a.layout, a.ndim) == (b.dtype, b.device, b.layout, b.ndim)
+        for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes", "is_cuda"):
+            assert getattr(a, name) == getattr(b, name)
+        for name in ("stride", "storage_offset", "numel", "is_contiguous", "is_floating_point"):
+            assert getattr(a, name)() == getattr(b, name)()
         assert (a.requires_grad, a.is_leaf, a.grad_fn is None) == (True, False, False)
-        assert (len(a), a.numel(), a.size(-1), a.nbytes) == (
-            len(b),
-            b.numel(),
-            b.size(-1),
-            b.nbytes,
-        )
-        assert a.is_contiguous() == b.is_contiguous()
-        assert a.is_floating_point()
-        assert a in {a}
-        assert not a.is_cuda
+        assert (len(a), a.size(-1), a in {a}) == (len(b), b.size(-1), True)
     assert not mine.detach().requires_grad
     assert mine.float() is mine
     with torch.no_grad():
@@ -291,14 +252,6 @@ def test_classes_of_logits_that_are_there(deferring, num_computed):
     assert total.requires_grad
 
 
-def test_loss_after_the_weight_has_changed(deferring):
-    logits = deferring()
-    with torch.no_grad():
-        deferring.head.weight.add_(1)
-    with pytest.raises(IncompatibleError, match="the weights have changed"):
-        ce(flat(logits), TOKENS.view(-1))
-
-
 def test_saves_as_an_ordinary_tensor(model, deferring):
     file = io.BytesIO()
     torch.save({"logits": deferring()}, file)
@@ -356,6 +309,8 @@ def test_late_use_is_an_error_and_no_wrong_result(deferring):
     assert torch.equal(kept, values)
     with pytest.raises(IncompatibleError, match=r"`\.clone\(\)` on them, before that"):
         logits.argmax(-1)
+    with pytest.raises(IncompatibleError, match="the weights have changed"):
+        ce(flat(logits), TOKENS.view(-1))
 
 
 def test_use_in_another_mode_than_the_head(model, deferring):
@@ -380,9 +335,14 @@ def test_inference(model, deferring, num_computed):
         assert torch.equal(deferring().argmax(-1), model().argmax(-1))
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("cast", [Tensor.contiguous, Tensor.float])
+@pytest.mark.parametrize(
+    ("autocast", "dtype", "cast"),
+    in_pairs(
+        [None, torch.bfloat16, torch.float16],
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+        [Tensor.contiguous, Tensor.float],
+    ),
+)
 def test_type_of_the_loss(model, deferring, autocast, dtype, cast):
     found = []
     for m in (deferring, model):
@@ -416,19 +376,6 @@ def test_inside_activation_checkpointing(model, deferring, run):
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in m.parameters())])
     for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("loss_of", [
-    lambda z: torch.ops.aten.cross_entropy_loss(z.flatten(0, 1), TOKENS.view(-1)),
-    lambda z: ce(flat(Doubled.apply(z)), TOKENS.view(-1)),
-    lambda z: Doubled.apply(z.float()[:, 1:] / 2).square().sum(),
-])  # fmt: skip
-def test_functions_of_logits_whose_weight_is_the_embedding_too(model, loss_of):
-    model.head.weight = model.embedding.weight
-    other = copy.deepcopy(model)
-    ChunkedCrossEntropy("head").apply(model)
-    for a, b in zip(train(model, loss_of), train(other, loss_of), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave import LowBitOptimizer, LowPrecisionWeights
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import fused_steps
 from lightning_memsave.techniques.low_precision_weights.fused_steps import (
     Numbers,
@@ -24,7 +24,6 @@ from lightning_memsave.techniques.low_precision_weights.fused_steps import (
     matches_eager,
     random_bits,
 )
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from tests.helpers import IN_CI
 
 BF16 = torch.bfloat16

@@ -8,10 +8,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import FastGELUActivation, NewGELUActivation
 
-from lightning_memsave.api import predict_memory
+from lightning_memsave import LowPrecisionWeights, predict_memory
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 
 LAYERS: dict[str, Any] = {
     "LayerNorm": lambda: nn.LayerNorm(64),
@@ -48,11 +47,7 @@ def test_outputs_are_what_the_layer_gives_in_float32_rounded(name):
 # "master" keeps float32 weights on the host only where they are offloaded.
 @pytest.mark.parametrize(
     ("rounding", "weights"),
-    [
-        ("stochastic", torch.float32),
-        ("stochastic", torch.bfloat16),
-        ("master", torch.bfloat16),
-    ],
+    [("stochastic", torch.float32), ("stochastic", torch.bfloat16), ("master", torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["LayerNorm", "NewGELU"])

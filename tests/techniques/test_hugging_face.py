@@ -10,13 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from tests.conftest import chosen_number
-from tests.helpers import assert_bitwise_equal, seed_all, train
+from tests.helpers import seed_all
 from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, caches_off
 from tests.techniques.hugging_face_inputs import make_inputs
 
@@ -94,29 +91,12 @@ def train_with(
     trainer.fit(lit, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", PARAMS)
-def test_checkpointing_trains_bitwise_equal(family):
-    model = Tiny(family)
-
-    def batch(step: int) -> Any:
-        return make_inputs(model.model, step)
-
-    with caches_off(model):
-        plain = train(model, batch, make_optimizer=sgd)
-    unmodified = train(model, batch, make_optimizer=sgd)
-    assert all(loss.isfinite() for loss in unmodified.losses)
-    assert torch.allclose(torch.stack(plain.losses), torch.stack(unmodified.losses), rtol=1e-4)
-    # Nothing would be compared where the gradients vanish.
-    assert largest_of(plain.gradients[0]) > 1e-7
-    assert_bitwise_equal(plain, train(model, batch, ActivationCheckpointing(), make_optimizer=sgd))
-
-
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
 @pytest.mark.parametrize("family", PARAMS)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("any_saving_counts")
 def test_the_bare_callback_trains(family):
     losses = fit(family, MemSaveCallback(report=False)).losses
@@ -147,6 +127,7 @@ def test_the_bitwise_preset_trains_bitwise_equal(family):
 def test_micro_batches_give_the_same_gradients_or_are_refused(family):
     whole = gradients_of(family, None)
     largest = largest_of(whole)
+    assert largest > 1e-7, "nothing is compared where gradients vanish: name it in VANISHING"
     again = gradients_of(family, None, seed=8)
     assert all(
         torch.allclose(again[name], gradient, rtol=0, atol=1e-5 * largest)

@@ -15,17 +15,14 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from lightning_memsave import LowBitOptimizer, OptimizerInBackward
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from tests.cases import MODELS, make_batch, make_model
-from tests.techniques.in_backward import adamw, apply, assert_same, loops, step
+from tests.cases import make_batch, make_model
+from tests.helpers import assert_same
+from tests.techniques.in_backward import adamw, apply, loops, run_both, step
 
 
 class Rule(Optimizer):
@@ -80,15 +77,7 @@ def test_refuses_optimizers_that_may_couple_parameters(cls, why):
 
 @pytest.mark.parametrize("cls", [Rule, OwnAdamW])
 def test_uses_what_the_user_vouches_for(cls):
-    ours, theirs = loops(make_model("dropout"))
-    for net in (ours, theirs):
-        optimizer = cls(net.parameters())
-        if net is ours:
-            apply(optimizer, trust_optimizer=True)
-        torch.manual_seed(0)
-        for number in range(3):
-            step(net, optimizer, number)
-    assert_same(ours, theirs)
+    run_both(make_model("dropout"), cls, trust_optimizer=True)
 
 
 @pytest.mark.parametrize("value", [None, 1, "AdamW"])
@@ -126,17 +115,13 @@ def test_takes_adafactor_of_transformers():
 
 
 def test_sparse_gradients():
-    ours, theirs = (nn.Embedding(20, 4, sparse=True) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    for net in (ours, theirs):
-        optimizer = torch.optim.SparseAdam(net.parameters())
-        if net is ours:
-            apply(optimizer)
+    def loop(net: nn.Module, optimizer: Optimizer, _: object) -> None:
         for number in range(3):
             net(torch.tensor([number, 3, 3])).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(ours, theirs)
+
+    run_both(nn.Embedding(20, 4, sparse=True), torch.optim.SparseAdam, loop)
 
 
 def test_check_touches_nothing():
@@ -270,21 +255,6 @@ def test_nothing_keeps_the_optimizer_alive():
     assert refs[1]() is None
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_under_activation_checkpointing(name):
-    ours, theirs = loops(make_model(name))
-    for net in (ours, theirs):
-        optimizer = adamw(net.parameters())
-        if net is ours:
-            apply(optimizer)
-            if name != "unrepeated":
-                ActivationCheckpointing().apply(net)
-        torch.manual_seed(0)
-        for number in range(3):
-            step(net, optimizer, number)
-    assert_same(ours, theirs)
-
-
 def reentrant(net: Any, times: int = 1) -> Tensor:
     x = make_batch(0).requires_grad_()
     for _ in range(times):
@@ -317,17 +287,13 @@ def test_hooks_that_were_there_before_see_gradients(settings):
 
 
 def test_under_reentrant_checkpointing():
-    ours, theirs = loops(make_model("dropout"))
-    for net in (ours, theirs):
-        optimizer = adamw(net.parameters())
-        if net is ours:
-            apply(optimizer)
-        torch.manual_seed(0)
+    def loop(net: nn.Module, optimizer: Optimizer, _: object) -> None:
         for _ in range(3):
             reentrant(net).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(ours, theirs)
+
+    run_both(make_model("dropout"), adamw, loop)
 
 
 def test_a_block_that_is_recomputed_twice_by_reentrant_checkpointing_is_an_error():
@@ -418,13 +384,6 @@ def test_adamw_adds_the_temporaries_of_one_parameter():
     peak = peak_of_a_step(model, torch.optim.AdamW(model.parameters()))
     assert peak.gradient_bytes == UNIT
     assert UNIT * (3 * NUM_LAYERS + 3) < peak.total_bytes < UNIT * (3 * NUM_LAYERS + 3.2)
-
-
-def test_gradients_that_wait_are_on_the_host():
-    model = Chain()
-    peak = peak_of_a_step(model, torch.optim.SGD(model.parameters(), 0.1), clip_norm=1.0)
-    assert peak.gradient_bytes == UNIT
-    assert peak.host_bytes == NUM_LAYERS * UNIT
 
 
 @pytest.mark.parametrize("num_kept", [0, 8, NUM_LAYERS])

@@ -1,8 +1,6 @@
 """The loss without logits, held against 64-bit arithmetic and against the ordinary computation."""
 
-import copy
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,7 @@ from benchmarks.launches._count import StepCounter
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.chunked_cross_entropy import call, chunks, tiles, wide_products
-from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
-from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
-    run,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.call import LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 from tests.helpers import in_pairs, nothing_waits
 
@@ -198,23 +193,6 @@ def test_targets_out_of_range_are_an_error(wrong):
 
 
 @pytest.mark.usefixtures("device")
-def test_several_products_are_one_layer():
-    p, low_rank = make(torch.float32), torch.randn(ROWS, 3, requires_grad=True)
-    up = torch.randn(CLASSES, 3, requires_grad=True)
-    operands = Operands((p.x, low_rank), (p.weight, up), p.bias, None)
-    leaves = [*p.leaves, low_rank, up]
-    mine = linear_cross_entropy(operands, p.target, settings=LossSettings(chunk_size=11))
-    theirs = functional.cross_entropy(
-        functional.linear(p.x, p.weight, p.bias) + low_rank @ up.t(), p.target
-    )
-    torch.testing.assert_close(mine, theirs)
-    for _ in range(2):
-        found = torch.autograd.grad(mine, leaves, retain_graph=True)
-        for a, b in zip(found, torch.autograd.grad(theirs, leaves, retain_graph=True), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_scaled_and_shifted_logits(dtype, smoothing):
@@ -337,32 +315,6 @@ class TestRows:
         p.target[20:] = -100
         assert self.waits(p, LossSettings()) == 1
 
-    @pytest.mark.usefixtures("device")
-    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-    def test_rows_that_all_count_give_the_same_bits(self, reduction, smoothing):
-        p = make(torch.float32, weights=True)
-        settings = LossSettings(reduction, -100, smoothing, chunk_size=40)
-        calls = [
-            Call(
-                Operands((p.x,), (p.weight,), p.bias, None),
-                *(p.target, None, p.class_weight, settings),
-                has_ignored=has_ignored,
-            )
-            for has_ignored in (False, True)
-        ]
-        coefficients, needs = torch.rand(ROWS), (True, True, True)
-        (mine, _, of_mine), (theirs, _, of_theirs) = (run(c, coefficients, needs) for c in calls)
-        assert torch.equal(mine, theirs)
-        assert torch.equal(*(call.denominator() for call in calls))
-        assert of_mine is not None
-        assert of_theirs is not None
-        one = torch.tensor(1.0)
-        for a, b in zip(of_mine.finish(one), of_theirs.finish(one), strict=True):
-            assert a is not None
-            assert b is not None
-            assert torch.equal(a, b)
-
     def test_ignored_rows_may_hold_anything(self):
         """As in the ordinary loss; gradients of the weight are not finite in either."""
         p = make(torch.float32)
@@ -430,20 +382,3 @@ class TestMemory:
     def test_all_labels_in_low_precision(self):
         """The gradient in 32 bits, and then in its own type."""
         assert self.peak(torch.bfloat16, 1.0, None) < 1.0 + 0.65
-
-    def test_logits_would_be_larger(self):
-        assert self.num_rows / self.width == 4.0
-
-
-def test_chunks_are_even_and_of_a_size():
-    x, weight = torch.zeros(2048, 256), torch.zeros(8000, 256)
-    call = Call(
-        Operands((x,), (weight,), None, None), torch.zeros(2048), None, None, LossSettings()
-    )
-    size = call.chunk_size(has_gradients=True)
-    assert size % 8 == 0
-    assert size * 8000 * 4 <= 2.2 * x.numel() * 4
-    fixed = copy.copy(call)
-    settings: Any = LossSettings(chunk_size=100_000)
-    object.__setattr__(fixed, "settings", settings)
-    assert fixed.chunk_size(has_gradients=True) == 2048

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import ChunkedCrossEntropy, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
-from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
-    DeferredLogits,
-)
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import DeferredLogits
 from tests.callbacks.lit import PACKAGES, loader, make_trainer
 from tests.techniques.test_deferred_logits import CLASSES, TOKENS, Model, ce
 
@@ -56,11 +53,12 @@ def test_a_change_in_place_is_seen_by_the_loss(model, deferring, name):
     found = []
     for net in (model, deferring):
         logits = net()
-        copied = logits.double()
+        copied, view = logits.double(), logits[:, 1:]
         CHANGES[name](logits)
         loss = loss_of(logits)
         loss.backward()
-        found.append((loss, logits.argmax(-1), loss_of(copied), net.head.weight.grad))
+        of_view = ce(view.flatten(0, 1), TOKENS[:, 1:].flatten() % 20)
+        found.append((loss, logits.argmax(-1), loss_of(copied), of_view, net.head.weight.grad))
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 

@@ -123,45 +123,6 @@ class TestSizes:
         target = torch.empty(labelled, dtype=torch.int64)
         return Call(Operands((x,), (weight,), None, autocast), target, None, None, LossSettings())
 
-    @pytest.mark.parametrize(
-        ("kind", "has_gradients", "num_rows", "on_cpu", "on_gpu"),
-        [
-            # A third of the width with the gradient in bfloat16, half with the gradients to come.
-            ("bfloat16", True, 4096, 128, 168),
-            ("bfloat16", False, 4096, 64, 248),
-            ("bf16", False, 4096, 64, 248),
-            # Backward allocates nothing in their place.
-            ("bf16", True, 36_000, 368, 368),
-            ("float32", True, 36_000, 368, 368),
-        ],
-    )
-    def test_of_chunks(self, kind, has_gradients, num_rows, on_cpu, on_gpu):
-        with fake_tensors():
-            call = self.call(kind, num_rows, num_rows)
-            sizes: Any = {"has_gradients": has_gradients, "needs": (True, True, False)}
-            assert call.chunk_size(**sizes) == on_cpu
-            with cuda_kernels():
-                assert call.chunk_size(**sizes) == on_gpu
-
-    @pytest.mark.parametrize(
-        ("kind", "labelled", "expected"),
-        [("bfloat16", 400, 8192), ("bfloat16", 4000, 1752), ("bf16", 4000, 3352)],
-    )
-    def test_of_tiles(self, kind, labelled, expected):
-        """As large as is worth it, within five times the inputs."""
-        with fake_tensors():
-            call = self.call(kind, 8192, labelled)
-            on_cpu = call.tile_size
-            with cuda_kernels():
-                assert call.tile_size == expected > on_cpu
-
-    def test_evaluation_keeps_its_own(self):
-        with fake_tensors():
-            call = self.call("bfloat16", 4096, 4096)
-            before = call.chunk_size(has_gradients=False)
-            with cuda_kernels():
-                assert call.chunk_size(has_gradients=False) == before
-
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("labelled", [1.0, 0.15])
     def test_the_peak_of_chunks_stays_the_same(self, kind, labelled):
@@ -174,7 +135,7 @@ class TestSizes:
         assert peak_bytes(kind, labelled) <= peak_bytes(kind, labelled, small)
 
     @pytest.mark.parametrize("kind", ["bfloat16", "bf16"])
-    @pytest.mark.daily(3)
+    @pytest.mark.turns(3)
     def test_the_peak_of_tiles_is_at_most_five_inputs_higher(self, kind, monkeypatch):
         num_rows = 8000
         peak = peak_bytes(kind, 0.15, num_rows=num_rows)

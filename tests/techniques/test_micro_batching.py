@@ -1,10 +1,7 @@
 """Micro-batches in a plain PyTorch loop."""
 
 import copy
-import itertools
 import random
-import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +9,10 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_memsave import MicroBatching, OptimizerInBackward
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -23,17 +20,9 @@ from lightning_memsave.errors import (
     MemsaveError,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.micro_batching.loss_weights import (
-    read_weights,
-    weightings_of,
-)
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.micro_batching.training_state import (
-    KnownChanges,
-    TrainingState,
-)
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from tests.out_of_memory import MESSAGE, OutOfMemoryAt
+from lightning_memsave.techniques.micro_batching.training_state import KnownChanges, TrainingState
+from tests.helpers import assert_same
+from tests.out_of_memory import MESSAGE
 
 
 def make_model() -> nn.Module:
@@ -67,232 +56,29 @@ def test_the_sequence_of_sizes(limit):
     assert sizes == [size for size in tried if size == tried[-1]]
 
 
-@pytest.mark.parametrize("place", range(0, 40, 4))
-def test_a_repeated_batch_is_as_if_it_had_been_smaller_from_the_start(place):
-    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    results = []
-    for size, mode in ((4, OutOfMemoryAt()), ("auto", OutOfMemoryAt(place))):
-        model = make_model()
-        technique = MicroBatching(size, module=model)  # type: ignore[arg-type] # "auto" or 4
+def test_an_error_that_says_nothing():
+    def fail(batch):
+        raise MemoryError
 
-        def loss_of(batch, model=model, mode=mode):
-            mode.is_armed = True
-            return model(batch).square().mean()
-
-        step = technique.apply(loss_of).target
-        torch.manual_seed(3)
-        with mode:
-            loss = step(batch)
-        assert mode.num_ops > max(mode.places, default=0)
-        results.append((loss, gradients(model), list(model.buffers())))
-    (loss, theirs, buffers), (same_loss, ours, same_buffers) = results
-    assert torch.equal(loss, same_loss)
-    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(buffers, same_buffers, strict=True))
+    with pytest.raises(MemoryExhaustedError, match="cannot be reduced: MemoryError"):
+        MicroBatching(module=nn.Linear(1, 1)).apply(fail).target(torch.zeros(1, 1))
 
 
-class TestRecovery:
-    """What happens between two tries needs memory as well."""
+def test_other_errors_inside_of_a_handler_are_not_repeated():
+    """`except torch.OutOfMemoryError: train again` puts it into the context of each error."""
+    sizes = []
 
-    def run(self, fails_at, save=None, restore=lambda: None):
-        """Pass a batch of 8; give the sizes that came to an end."""
-        runner = MicroBatching(module=nn.Linear(1, 1), loss_weight="samples").make_runner()
-        passed: list[int] = []
+    def fail(batch):
+        sizes.append(len(batch))
+        raise ValueError("wrong")
 
-        def pass_part(part, weight, num_samples, is_last):
-            if len(part) > fails_at:
-                raise torch.OutOfMemoryError(MESSAGE)
-            passed.append(len(part))
-
-        state: Any = SimpleNamespace(restore=restore)
-        runner.run(
-            torch.zeros(8, 1), pass_part, save_state=save or (lambda: state), forget=passed.clear
-        )
-        return passed
-
-    def failing(self, *times):
-        """Run out of memory in some calls, counted from 1."""
-        calls = itertools.count(1)
-
-        def function():
-            if next(calls) in times:
-                raise torch.OutOfMemoryError(MESSAGE)
-
-        return function
-
-    def test_of_saving_is_one_of_the_batch(self):
-        fail = self.failing(1)
-
-        def save():
-            fail()
-            return SimpleNamespace(restore=lambda: None)
-
-        assert self.run(8, save) == [4, 4]
-
-    def test_of_restoring_is_one_of_the_batch(self):
-        assert self.run(4, restore=self.failing(1)) == [2] * 4
-        assert self.run(4, restore=self.failing(1, 2)) == [1] * 8
-
-    def test_to_the_floor(self):
-        with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
-            self.run(4, restore=self.failing(1, 2, 3))
-
-    def test_garbage_goes_before_anything_is_restored(self):
-        alive: list[bool] = []
-        garbage: list[Any] = []
-        model = nn.Linear(6, 2)
-
-        class Watched(TrainingState):
-            def restore(self):
-                alive.append(garbage[0]() is not None)
-                super().restore()
-
-        def pass_part(part, weight, num_samples, is_last):
-            if len(part) > 4:
-                cycle: list[Any] = [model(part)]
-                cycle.append(cycle)
-                garbage.append(weakref.ref(cycle[0]))
-                raise torch.OutOfMemoryError(MESSAGE)
-
-        MicroBatching(module=model, loss_weight="samples").make_runner().run(
-            torch.zeros(8, 6),
-            pass_part,
-            save_state=lambda: Watched(model, gradients="drop"),
-            forget=lambda: None,
-        )
-        assert alive == [False]
-
-    def test_an_error_that_says_nothing(self):
-        def fail(batch):
-            raise MemoryError
-
-        with pytest.raises(MemoryExhaustedError, match="cannot be reduced: MemoryError"):
-            MicroBatching(module=nn.Linear(1, 1)).apply(fail).target(torch.zeros(1, 1))
-
-    def test_an_error_of_the_user_that_memory_caused(self):
-        class LayerError(Exception):
-            pass
-
-        sizes = []
-
-        def loss_of(batch):
-            if torch.is_grad_enabled():  # not in the proof
-                sizes.append(len(batch))
-            try:
-                if len(batch) > 4:
-                    raise torch.OutOfMemoryError(MESSAGE)
-            except torch.OutOfMemoryError as error:
-                raise LayerError("layer 3") from error
-            return model(batch).sum()
-
-        model = nn.Linear(6, 2)
-        MicroBatching(module=model).apply(loss_of).target(torch.ones(8, 6))
-        assert sizes == [8, 4, 4]
-
-    def test_other_errors_inside_of_a_handler_are_not_repeated(self):
-        """`except torch.OutOfMemoryError: train again` puts it into the context of each error."""
-        sizes = []
-
-        def fail(batch):
-            sizes.append(len(batch))
-            raise ValueError("wrong")
-
-        step = MicroBatching(module=nn.Linear(1, 1)).apply(fail).target
-        try:
-            raise torch.OutOfMemoryError(MESSAGE)
-        except torch.OutOfMemoryError:
-            with pytest.raises(ValueError, match="wrong"):
-                step(torch.zeros(8, 1))
-        assert sizes == [8]
-
-
-def test_gradients_of_earlier_batches_survive():
-    model = make_model().eval()
-
-    def loss_of(batch):
-        if len(batch) > 4:
-            loss = model(batch).square().mean()
-            loss.backward()  # half a backward pass has happened when memory runs out
-            raise torch.OutOfMemoryError(MESSAGE)
-        return model(batch).square().mean()
-
-    batches = torch.randn(2, 8, 6)
-    for batch in batches:
-        model(batch).square().mean().backward()
-    expected = gradients(model)
-    model.zero_grad()
-    model(batches[0]).square().mean().backward()
-    MicroBatching(module=model).apply(loss_of).target(batches[1])
-    for ours, truth in zip(gradients(model), expected, strict=True):
-        torch.testing.assert_close(ours, truth)
-
-
-def test_floor():
-    model = make_model()
-
-    def loss_of(batch):
+    step = MicroBatching(module=nn.Linear(1, 1)).apply(fail).target
+    try:
         raise torch.OutOfMemoryError(MESSAGE)
-
-    with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
-        MicroBatching(module=model).apply(loss_of).target(torch.randn(4, 6))
-
-
-def test_autocast_around_the_step_keeps_no_copies_of_weights():
-    """Outside of our step a plain loop may have `torch.autocast`, whose cache lives as long."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
-    alive: list[int] = []
-
-    def loss_of(batch):
-        alive.append(live.live_bytes)
-        return model(batch).square().mean()
-
-    step = MicroBatching(1, loss_weight="samples").apply(loss_of).target
-    batch = torch.randn(6, 256)
-    with LiveTensors(model) as live, torch.autocast("cpu", torch.bfloat16):
-        step(batch)
-    copies = 4 * 256 * 256 * 2
-    assert max(alive[1:]) - min(alive[1:]) < 0.05 * copies
-    parameters = sum(p.nbytes for p in model.parameters())
-    assert alive[-1] - batch.nbytes - 2 * parameters < 0.5 * copies
-
-
-def test_state_is_put_back():
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-            self.frozen = nn.BatchNorm1d(3).eval()
-            self.accuracy = torchmetrics.MeanMetric()
-            self.outputs = torchmetrics.CatMetric()
-            self.register_buffer("table", torch.zeros(2), persistent=False)
-
-    def draw() -> list[float]:
-        return [torch.rand(()).item(), random.random(), float(np.random.rand())]
-
-    module: Any = Module()
-    module.accuracy(torch.tensor(1.0))
-    module.outputs.update(torch.tensor([1.0]))
-    module.norm.weight.grad = torch.ones(3)
-    state = TrainingState(module, gradients="keep")
-    first = draw()
-    for _ in range(2):  # a batch can be repeated more than once
-        module.norm(torch.randn(4, 3))
-        module.accuracy(torch.tensor(5.0))
-        module.outputs.update(torch.tensor([2.0]))
-        module.norm.weight.grad.add_(1)
-        module.table.fill_(1.0)
-        state.restore()
-        assert module.norm.running_mean.tolist() == [0, 0, 0]
-        assert module.norm.num_batches_tracked == 0
-        assert module.accuracy.compute() == 1
-        assert module.accuracy._update_count == 1
-        assert module.outputs.compute() == 1
-        assert module.norm.weight.grad.tolist() == [1, 1, 1]
-        assert draw() == first
-        assert module.table.tolist() == [0, 0]
-    TrainingState(module, gradients="drop").restore()
-    assert module.norm.weight.grad is None
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="wrong"):
+            step(torch.zeros(8, 1))
+    assert sizes == [8]
 
 
 class Stateful(nn.Module):
@@ -303,7 +89,8 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 2)
+        self.linear, self.norm = nn.Linear(6, 2), nn.BatchNorm1d(6)
+        self.metrics = nn.ModuleList([torchmetrics.MeanMetric(), torchmetrics.CatMetric()])
         for name in ("in_place", "through_data", "replaced", "removed"):
             self.register_buffer(name, torch.zeros(2), persistent=False)
         self.register_buffer("empty", None)
@@ -314,6 +101,10 @@ class Stateful(nn.Module):
         self.output = BaseModelOutput(last_hidden_state=torch.zeros(1))
 
     def forward(self, x):
+        _ = torch.rand(1), random.random(), np.random.rand()
+        self.norm(x)
+        for metric in self.metrics:
+            metric.update(x.mean().detach())
         assert all(p.requires_grad for p in self.parameters())
         self.in_place += 1
         self.through_data.data.add_(1)
@@ -340,6 +131,9 @@ def all_state(module: nn.Module) -> dict[str, Any]:
     inner = vars(nn.Module())
     own = {name: value for name, value in vars(module).items() if name not in inner}
     own |= {"mode": module.training, "non-persistent": module._non_persistent_buffers_set}
+    own |= {"norm": module.norm.state_dict(), "random": torch.get_rng_state()}
+    own |= {"python": random.getstate(), "numpy": str(np.random.get_state())}
+    own["metrics"] = [[m._update_count, *map(vars(m).get, m._defaults)] for m in module.metrics]
     return own | module._buffers
 
 
@@ -355,10 +149,7 @@ def test_nothing_that_a_failed_try_changed_stays(is_training):
 
     tensor = model.in_place
     MicroBatching(module=model).apply(loss_of).target(torch.randn(8, 6))
-    assert found[1].keys() == found[0].keys()
-    for name, value in found[0].items():
-        again = found[1][name]
-        assert torch.equal(again, value) if isinstance(value, torch.Tensor) else again == value
+    assert_same(*found[:2])
     assert model.in_place is tensor
     assert model.num_calls == len(model.outputs) == model.totals["calls"] == 2
 
@@ -403,40 +194,6 @@ def test_graphs_that_a_module_drops_are_not_kept():
         assert live.live_bytes - before < 800
     state.restore()
     assert torch.equal(model.last, values)
-
-
-def test_weights_of_all_micro_batches_are_read_at_once():
-    """Each number that is read alone is one more wait for a GPU."""
-
-    class Reads(TorchDispatchMode):
-        num_reads = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.num_reads += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
-    labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
-    parts = [{"labels": part} for part in labels.split(1)]
-    weightings = weightings_of("auto", parts[0])
-    with Reads() as reads:
-        rows = read_weights(weightings, parts)
-    assert reads.num_reads == 0
-    assert dict(zip([w.text for w in weightings], rows, strict=True)) == {
-        "weighted by samples": [1, 1, 1, 1],
-        "weighted by the entries of `labels` that are not -100": [1, 2, 0, 2],
-        "weighted by the entries of `labels` that are not 0": [2, 2, 2, 2],
-        "weighted by the entries of `labels` that are not -1": [2, 2, 2, 2],
-        "weighted by the entries of `labels` that are not -100, without the first of each sample": [
-            *(0, 1, 0, 1)
-        ],
-        "weighted by the entries of `labels` that are not 0, without the first of each sample": [
-            *(1, 1, 1, 1)
-        ],
-        "weighted by the entries of `labels` that are not -1, without the first of each sample": [
-            *(1, 1, 1, 1)
-        ],
-        "summed, as the loss is a sum over samples": [1, 1, 1, 1],
-    }
 
 
 def test_tokens_need_labels():
@@ -537,19 +294,6 @@ class TestInAPlainLoop:
         model.requires_grad_(False).transformer.wte.requires_grad_()
         assert gradient_error(model, lambda batch: model(**batch).loss, batch) < 1e-5
 
-    def test_class_weights(self):
-        model, batch = self.classified()
-        weight = torch.tensor([1.0, 5.0, 0.2])
-
-        def loss_of(batch):
-            return nn.functional.cross_entropy(model(batch["x"]), batch["y"], weight)
-
-        assert gradient_error(model, loss_of, batch) < 1e-5
-
-    def test_a_sum(self):
-        model, batch = self.classified()
-        assert gradient_error(model, lambda batch: model(batch["x"]).square().sum(), batch) < 1e-5
-
     @pytest.mark.parametrize("size", [4, "auto"])
     def test_time_first_is_refused(self, size):
         model = nn.LSTM(6, 5)
@@ -577,17 +321,3 @@ class TestInAPlainLoop:
             IncompatibleError, match='or what it is, such as `loss_weight="samples"'
         ):
             MicroBatching(4).apply(lambda batch: batch.sum())
-
-    def test_what_freezes_parameters_and_fails_is_put_back(self):
-        """As the generator's step does, for which the critic is frozen."""
-        model = nn.Linear(6, 2)
-
-        def loss_of(batch):
-            model.requires_grad_(False)
-            if len(batch) > 4:
-                raise torch.OutOfMemoryError(MESSAGE)
-            model.requires_grad_()
-            return model(batch).square().mean()
-
-        MicroBatching(4, module=model).apply(loss_of).target(torch.randn(8, 6))
-        assert all(param.requires_grad for param in model.parameters())

@@ -1,8 +1,6 @@
 """Offloaded activations after errors, in unusual backward passes, and beside other things."""
 
-import copy
 import gc
-import pickle
 from typing import Any
 
 import pytest
@@ -11,10 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from tests.helpers import gradients_of, snapshot
+from tests.helpers import gradients_of, in_pairs, snapshot
 from tests.techniques.offloaded_chain import (
     INPUT,
     NUM_BLOCKS,
@@ -22,7 +17,6 @@ from tests.techniques.offloaded_chain import (
     Block,
     Chain,
     Failing,
-    Offloads,
     Watched,
     batch_of,
     offloading,
@@ -32,12 +26,11 @@ from tests.techniques.races import Races
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("which", ["all", "selective", None])
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_memory_is_not_given_back_while_copies_of_it_run(which, error):
     model = Chain()
-    checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
     good = model.blocks[3].get_submodule("down")
-    with Races().running(), Offloads().apply(model):
+    with Races().running(), offloading(model, which, min_bytes=0):
         for _ in range(2):
             loss = model(batch_of())
             # Backward stops in the middle: what was fetched for its next blocks is not used.
@@ -49,8 +42,6 @@ def test_memory_is_not_given_back_while_copies_of_it_run(which, error):
                 with pytest.raises(error):
                     model(batch_of()).backward()
                 model.blocks[3].down = good
-    if checkpointing is not None:
-        checkpointing.undo()
 
 
 class _FullAtFirst(TorchDispatchMode):
@@ -73,8 +64,7 @@ def test_backward_can_be_repeated_after_out_of_memory(which):
     model = Chain()
     model(batch_of()).backward()
     expected = gradients_of(model)
-    checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
-    with Races().running(), Offloads().apply(model):
+    with Races().running(), offloading(model, which, min_bytes=0):
         loss = model(batch_of())
         model.zero_grad()
         with pytest.raises(torch.OutOfMemoryError), _FullAtFirst():
@@ -82,14 +72,13 @@ def test_backward_can_be_repeated_after_out_of_memory(which):
         model.zero_grad()
         loss.backward()
     assert all(map(torch.equal, gradients_of(model), expected))
-    if checkpointing is not None:
-        checkpointing.undo()
 
 
 @pytest.mark.usefixtures("only_own_tensors")
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("which", ["all", None])
+@pytest.mark.parametrize(
+    ("in_backward", "error", "which"),
+    in_pairs([False, True], [torch.OutOfMemoryError, KeyboardInterrupt], ["all", None]),
+)
 def test_an_error_leaves_nothing_behind(which, error, in_backward):
     model, batch = Chain(), batch_of()
     with LiveTensors(model) as live, offloading(model, which) as offloaded:
@@ -248,19 +237,6 @@ def test_evaluation_moves_nothing():
         assert offloaded.host_bytes == 0
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_of_a_model_save_their_own_tensors(make_copy):
-    model, batch = Chain(), batch_of()
-    with offloading(model) as offloaded:
-        double = make_copy(model)
-        double(batch).backward()
-        assert offloaded.host_bytes == 0
-        model(batch).backward()
-        assert offloaded.host_bytes == (NUM_BLOCKS - 1) * INPUT
-        make_copy(model)
-    assert all(map(torch.equal, gradients_of(model), gradients_of(double)))
-
-
 def test_undo_restores_the_model_and_frees_the_host():
     model, batch = Chain(), batch_of()
     before = snapshot(model)
@@ -320,9 +296,10 @@ class Changing(Chain):
         return x.mean()
 
 
-@pytest.mark.parametrize("min_bytes", [INPUT, INPUT + 1])
-@pytest.mark.parametrize("which", ["selective", None])
-@pytest.mark.parametrize("index", [0, NUM_BLOCKS - 1])
+@pytest.mark.parametrize(
+    ("min_bytes", "which", "index"),
+    in_pairs([INPUT, INPUT + 1], ["selective", None], [0, NUM_BLOCKS - 1]),
+)
 def test_changes_in_place_are_refused_as_ever(which, min_bytes, index):
     model = Changing(which, index)
     with offloading(model, which, min_bytes=min_bytes):

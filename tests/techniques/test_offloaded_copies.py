@@ -9,22 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.launches._count import StepCounter
-from lightning_memsave.core.memory import emulating_cuda
-from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave import ChunkedCrossEntropy, Offloading
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from lightning_memsave.techniques.offloading import copies, flat_memory
-from lightning_memsave.techniques.offloading.copies import StreamCopies, copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
+from tests.techniques.offloaded_loops import Offloaded
 from tests.techniques.races import Races
 
 NUM_PARTS = 5  # four blocks and the head
@@ -33,19 +25,11 @@ NUM_WEIGHTS = 4 * 6 + 2
 
 def run_steps(what: str, device: str, *, in_backward: bool) -> Iterator[int]:
     """Train, and stop before each step."""
-    model, offloading = make_model("dropout").train().to(device), Offloading(what)
-    handles: list[Any] = [offloading.apply(model)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    if in_backward:
-        handles.append(OptimizerInBackward().apply(optimizer))
-    handles.append(offloading.update_in_background(optimizer))
+    made = Offloaded(what=what, device=device, in_backward=in_backward, optimizer="fused AdamW")
     for number in range(3):
         yield number
-        model(make_batch(number).to(device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for each in reversed(handles):
-        each.undo()
+        made.step(number)
+    made.close()
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -85,16 +69,6 @@ def counting_waits() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", ["optimizer", "parameters"])
-def test_the_host_waits_once_in_a_step(what):
-    """For all gradients, at the end of backward."""
-    with counting_waits() as found:
-        steps = run_steps(what, "cuda", in_backward=False)
-        before = [found.copy() for _ in steps]
-    assert sum((before[2] - before[1]).values()) == 1
-
-
-@pytest.mark.gpu
 def test_updates_in_backward_wait_once_for_each_part():
     with counting_waits() as found:
         steps = run_steps("optimizer", "cuda", in_backward=True)
@@ -122,47 +96,6 @@ def test_gradients_of_tables_and_of_weights_are_waited_for_at_once(device):
             optimizer.zero_grad()
         for each in reversed(handles):
             each.undo()
-
-
-class TestSimulated:
-    """On fake tensors, which take the way of those on CUDA."""
-
-    @pytest.fixture(autouse=True)
-    def fake(self):
-        with FakeTensorMode(), emulating_cuda():
-            yield
-
-    @pytest.fixture
-    def copies(self):
-        found = copies_for(torch.empty(1), HostWorker(in_background=False), HostMemory())
-        assert isinstance(found, StreamCopies)
-        return found
-
-    @pytest.mark.parametrize("adds", [False, True])
-    def test_memory_for_gradients_in_another_type_is_counted(self, copies, adds):
-        target = HostMemory().tensors_like([torch.empty(40, 70)])[0]
-        module = nn.Module()
-        with LiveTensors(module, device="cpu") as live:
-            for _ in range(10):
-                copies.to_host(target, torch.empty(40, 70, dtype=torch.bfloat16), adds=adds)
-                copies.finish()
-        converted_bytes = target.nbytes * adds
-        assert live.peak.host_bytes == target.nbytes + 4 * 2**24 + converted_bytes
-
-    def test_what_lies_together_is_copied_at_once(self, copies):
-        host = HostMemory().tensors_like([torch.empty(size) for size in (3, 70, 1, 0, 5)])
-        device = copies.allocate(host, [each.dtype for each in host], torch.device("cpu"))
-        with StepCounter() as counter:
-            copies.to_device(device, host)()
-            for source, target in zip(device, host, strict=True):
-                copies.to_host(target, source, adds=False)
-            copies.finish()
-        counts = counter.counts
-        assert counts.operators["copy_"] == 2
-        assert counts.waits == {"synchronize": 1}
-        # With the gaps, up to where the last one ends.
-        num_bytes = 3 * 512 + 20
-        assert (counts.from_host_bytes, counts.to_host_bytes) == (num_bytes, num_bytes)
 
 
 def test_host_memory_keeps_its_type_inside_of_the_proof_of_a_loss():

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave import ChunkedCrossEntropy, Offloading
 from lightning_memsave.core.memory import is_host
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.helpers import seed_torch
 from tests.techniques.races import Races
 

@@ -1,90 +1,33 @@
 """Offloaded weights that are updated in backward: the same training without whole gradients."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.errors import IncompatibleError, MemsaveError
+from lightning_memsave import IncompatibleError, MemsaveError, Offloading, OptimizerInBackward
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques import tiled_steps
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading import residence
 from lightning_memsave.techniques.offloading.part import Part
-from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import MODELS, Model, make_batch, make_model
-from tests.helpers import InAutocast
-from tests.techniques.in_backward import assert_same, assert_same_state
-from tests.techniques.races import Races
+from tests.helpers import assert_same
+from tests.techniques.offloaded_loops import Offloaded, assert_bitwise
 
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
-    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
-    "8bit": lambda params: LowBitOptimizer().apply(torch.optim.AdamW(params, lr=1e-2)).target,
-}
-
-
-class Run:
-    """Training with offloaded weights, updated in backward or after it."""
-
-    def __init__(
-        self,
-        name: str = "dropout",
-        *,
-        in_backward: bool | OptimizerInBackward = True,
-        what: str = "optimizer",
-        optimizer: str = "AdamW",
-        rounding: str | None = None,
-        in_background: bool = True,
-        device: str = "cpu",
-    ) -> None:
-        self.device = device
-        self.model = make_model(name).train().to(device)
-        offloading = Offloading(what)
-        self.handle = offloading.apply(self.model)
-        if rounding is not None:
-            LowPrecisionWeights(rounding).apply(self.model)
-        self.whole = self.model if rounding is None else InAutocast(self.model)
-        self.optimizer = OPTIMIZERS[optimizer]([*self.model.parameters()])
-        if in_backward:
-            chosen = OptimizerInBackward() if in_backward is True else in_backward
-            self.in_backward = chosen.apply(self.optimizer)
-        if in_background:
-            offloading.update_in_background(self.optimizer)
-
-    def step(self, number: int) -> Tensor:
-        torch.manual_seed(number)
-        loss: Tensor = self.whole(make_batch(number).to(self.device))
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach().cpu()
-
-
-def assert_bitwise(ours: Run, theirs: Run, num_steps: int = 4) -> None:
-    for number in range(num_steps):
-        assert torch.equal(ours.step(number), theirs.step(number))
-    assert_same(ours.model, theirs.model)
-    assert_same_state(ours.optimizer, theirs.optimizer)
+KINDS = ["AdamW", "fused AdamW", "momentum", "Adafactor", "8bit"]
+Run = functools.partial(Offloaded, in_backward=True)
 
 
 class TestBitwise:
-    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
-    @pytest.mark.parametrize("name", ["dropout", "tied", "used_twice", "eager_bert", "frozen"])
-    def test_models(self, name, what):
-        assert_bitwise(Run(name, what=what), Run(name, what=what, in_backward=False))
+    @pytest.mark.parametrize("name", ["tied", "used_twice", "eager_bert", "frozen"])
+    def test_models(self, name):
+        assert_bitwise(Run(name, "parameters"), Run(name, "parameters", in_backward=False))
 
     @pytest.mark.parametrize("rounding", [None, "master", "split"])
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("optimizer", KINDS)
     def test_optimizers(self, optimizer, rounding, monkeypatch):
         """Gradients in bfloat16 are widened tile by tile."""
         monkeypatch.setattr(tiled_steps, "MIN_TILE_NUMEL", 2**11)
@@ -103,20 +46,6 @@ class TestBitwise:
             theirs.optimizer.zero_grad()
             ours.step(number)
         assert_same(ours.model, theirs.model)
-
-    def test_accumulated(self):
-        ours, theirs = Run(), Run(in_backward=False)
-        for number in range(3):
-            for run in (ours, theirs):
-                for part in range(3):
-                    torch.manual_seed(part)
-                    if run is ours:
-                        run.in_backward.is_accumulating = part < 2
-                    run.whole(make_batch(10 * number + part)).backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-        assert_same(ours.model, theirs.model)
-        assert_bitwise(ours, theirs)
 
     def test_unused_and_resident_parameters(self):
         """What never has a gradient does not hold up its part; others are updated on the device."""
@@ -156,14 +85,6 @@ class TestBitwise:
                     run.model.load_state_dict(run.model.state_dict())
         assert_same(ours.model, theirs.model)
 
-    @pytest.mark.parametrize("is_late", [False, True])
-    @pytest.mark.parametrize("rounding", [None, "master", "split"])
-    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
-    def test_on_streams(self, what, rounding, is_late):
-        how: dict[str, Any] = {"what": what, "rounding": rounding}
-        with Races(is_late=is_late).running():
-            assert_bitwise(Run(**how), Run(**how, in_backward=False))
-
 
 class _OnAnotherDevice(Part):
     """Data on another device drops the AccumulateGrad node, as data of another type does here."""
@@ -202,22 +123,12 @@ class TestUsedTwice:
         how: dict[str, Any] = {"what": "parameters", "device": "cuda"}
         assert_bitwise(Run(name, **how), Run(name, **how, in_backward=False))
 
-    @pytest.mark.parametrize("which", [None, "all"])
+    @pytest.mark.parametrize("recomputes", [False, True])
     @pytest.mark.parametrize("name", ["used_twice", "called twice"])
-    def test_as_without_offloading(self, name, which, monkeypatch):
+    def test_as_without_offloading(self, name, recomputes, monkeypatch):
         monkeypatch.setattr(residence, "Part", _OnAnotherDevice)
         monkeypatch.setitem(MODELS, "called twice", _CalledTwice)
-        plain, ours = make_model(name).train(), Run(name, what="parameters")
-        if which is not None:
-            ActivationCheckpointing(which).apply(ours.model)
-        optimizer = OPTIMIZERS["AdamW"]([*plain.parameters()])
-        for number in range(3):
-            torch.manual_seed(number)
-            plain(make_batch(number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ours.step(number)
-        assert_same(ours.model, plain)
+        assert_bitwise(Run(name, "parameters", recomputes=recomputes), Offloaded(name, None))
 
     def test_once_again_in_the_next_step(self, monkeypatch):
         """An evaluation in between is no use."""
@@ -239,8 +150,7 @@ class TestMemory:
         with LiveTensors(made.model, [made.optimizer]) as counter:
             for number in range(3):
                 made.step(number)
-            assert made.handle.residence is not None
-            made.handle.residence.finish()
+            made.residence.finish()
         params = [*made.model.parameters()]
         weights = sum(p.nbytes for p in params)
         is_half = rounding is not None
@@ -280,8 +190,7 @@ class TestFailures:
         with pytest.raises(ZeroDivisionError):
             made.step(0)
         hook.remove()
-        assert made.handle.residence is not None
-        made.handle.residence.leave()
+        made.residence.leave()
         updates = ACTIVE_UPDATES[made.optimizer]
         assert not updates.has_updated
         updates.forget()

@@ -1,8 +1,6 @@
 """Weights, gradients and optimizer state on the host, and updates beside the next step."""
 
 import copy
-import io
-import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -19,9 +17,7 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEf
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
@@ -32,14 +28,12 @@ from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.residences import leave_device
 from tests.cases import make_batch, make_model
-from tests.helpers import InAutocast, adamw, gradients_of
+from tests.helpers import InAutocast, adamw, assert_same, clones, gradients_of, in_pairs
 from tests.techniques.offloaded_loops import (
     LOOPS,
     OPTIMIZERS,
     Offloaded,
-    assert_equal,
-    assert_same_state,
-    assert_same_training,
+    optimizer_of,
     trained,
     trained_without,
 )
@@ -67,14 +61,6 @@ class TestPlaces:
         assert len(states) == 3 * len([*model.parameters()])
         assert all(map(is_on_host, states))
 
-    def test_in_its_passes_a_block_is_on_the_device(self, offloaded):
-        places = []
-        block = offloaded.model.blocks[1]
-        block.register_forward_hook(lambda *_: places.append(is_on_host(block.up.weight)))
-        block.up.weight.register_hook(lambda _: places.append(is_on_host(block.up.weight)))
-        offloaded.step()
-        assert places == [False, False]
-
     def test_device_bytes_are_the_weights_and_what_a_step_computes(self):
         """The peak is that of plain training without its gradients, but for those on their way."""
         made = Offloaded()
@@ -100,7 +86,7 @@ class TestPlaces:
 
     @pytest.mark.parametrize("what", ["optimizer", "parameters", "parameters+activations"])
     @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert", "used_twice"])
-    @pytest.mark.daily(3)
+    @pytest.mark.turns(3)
     def test_no_device_computation_reads_host_memory(self, name, what):
         made = Offloaded(name, what, in_background=False)
         ActivationCheckpointing().apply(made.model)
@@ -276,27 +262,8 @@ class TestUpdates:
                 threading.Timer(0.02, gate.set).start()
                 made.optimizer.zero_grad(set_to_none=False)
             made.handle.wait()
-        assert_equal(offloaded.model.state_dict(), twin.model.state_dict())
+        assert_same(offloaded.model.state_dict(), twin.model.state_dict())
         twin.close()
-
-    def test_of_an_unknown_optimizer_end_in_its_step(self):
-        class Own(torch.optim.AdamW):
-            """It may couple parameters."""
-
-        plain, saving = (make_model("dropout").train() for _ in range(2))
-        technique = Offloading()
-        handle = technique.apply(saving)
-        for model in (plain, saving):
-            optimizer = Own(model.parameters(), lr=1e-2)
-            if model is saving:
-                technique.update_in_background(optimizer)
-            for number in range(3):
-                torch.manual_seed(number)
-                model(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_equal(plain.state_dict(), saving.state_dict())
-        handle.undo()
 
 
 def assert_set(gate: threading.Event) -> None:
@@ -311,47 +278,26 @@ def hold(offloaded: Offloaded) -> threading.Event:
 
 
 class TestBitwise:
-    @pytest.mark.parametrize("loop", LOOPS)
     @pytest.mark.parametrize(
-        ("what", "name"),
-        [
-            ("optimizer", "dropout"),
-            ("optimizer", "tied"),
-            ("optimizer", "eager_bert"),
-            ("parameters", "dropout"),
-            ("parameters", "used_twice"),
-            ("parameters", "eager_bert"),
-        ],
+        ("what", "name", "loop", "kind"),
+        in_pairs(["optimizer", "parameters"], ["tied", "eager_bert"], [*LOOPS], [*OPTIMIZERS]),
     )
-    @pytest.mark.daily(3)
-    def test_whole_loops(self, what, name, loop):
+    @pytest.mark.turns(3)
+    def test_whole_loops(self, what, name, loop, kind):
         model = make_model(name).train()
-        optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
-        technique = Offloading(what)
+        optimizer, technique = optimizer_of(model, kind), Offloading(what)
         handle = technique.apply(model)
         technique.update_in_background(optimizer)
-        assert_same_training(trained(model, optimizer, loop), trained_without(name, loop))
+        assert_same(trained(model, optimizer, loop), trained_without(name, loop, kind))
         handle.undo()
 
-    @pytest.mark.parametrize("kind", OPTIMIZERS)
-    def test_every_optimizer(self, kind):
-        states = []
-        for is_saving in (False, True):
-            model = make_model("dropout").train()
-            optimizer = OPTIMIZERS[kind]([*model.parameters()])
-            if is_saving:
-                technique = Offloading()
-                handle = technique.apply(model)
-                technique.update_in_background(optimizer)
-            for number in range(4):
-                torch.manual_seed(number)
-                model(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            states.append((model.state_dict(), optimizer.state_dict()))
-        assert_equal(states[0][0], states[1][0])
-        assert_same_state(states[0][1], states[1][1])
-        handle.undo()
+    @pytest.mark.parametrize("loop", ["clipped by value", "accumulated", "scaled"])
+    @pytest.mark.parametrize("kind", ["AdamW", "fused AdamW", "Adafactor"])
+    def test_whole_loops_of_tables(self, kind, loop):
+        made = Offloaded("classifier", "embeddings", optimizer=kind, min_table_bytes=1)
+        theirs = trained_without("classifier", loop, kind)
+        assert_same(trained(made.model, made.optimizer, loop), theirs)
+        made.close()
 
     def test_steps_that_run_several_passes(self):
         """LBFGS calls its closure up to twice in a step."""
@@ -371,94 +317,13 @@ class TestBitwise:
                 return loss
 
             losses = [optimizer.step(closure).item() for _ in range(3)]
-            if is_offloaded:
-                handle.wait()
-            runs.append((losses, copy.deepcopy(model.state_dict())))
-        assert runs[0][0] == runs[1][0]
-        assert_equal(runs[0][1], runs[1][1])
-
-    def test_several_backward_passes_and_an_unused_parameter(self):
-        runs = []
-        for is_saving in (False, True):
-            model = make_model("dropout").train()
-            model.unused = nn.Parameter(torch.ones(3))
-            optimizer = adamw(model)
-            handle = Offloading().apply(model) if is_saving else None
-            for number in range(3):
-                torch.manual_seed(number)
-                one, two = model(make_batch(number)), model(make_batch(number + 10))
-                (one + two).backward()
-                model(make_batch(number + 20)).backward()
-                assert model.unused.grad is None
-                optimizer.step()
-                optimizer.zero_grad()
-            runs.append(model.state_dict())
-        assert_equal(*runs)
-        handle.undo()
-
-    def test_a_gradient_that_somebody_has_set(self):
-        runs = []
-        for is_saving in (False, True):
-            model = make_model("dropout").train()
-            handle = Offloading().apply(model) if is_saving else None
-            for param in model.parameters():
-                param.grad = torch.full_like(param, 0.5)
-            model(make_batch(0)).backward()
-            runs.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        assert_equal(*runs)
-        handle.undo()
-
-    def test_lightning_resets_gradients_between_forward_and_backward(self):
-        runs = []
-        for is_saving in (False, True):
-            model = make_model("dropout").train()
-            optimizer = adamw(model)
-            handle = Offloading().apply(model) if is_saving else None
-            for number in range(3):
-                torch.manual_seed(number)
-                loss = model(make_batch(number))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            runs.append(model.state_dict())
-        assert_equal(*runs)
+            runs.append((losses, clones(model.state_dict())))
+        assert_same(*runs)
         handle.undo()
 
 
 class TestMasters:
     """Weights in bfloat16 on the device, in float32 on the host."""
-
-    def test_equal_a_hand_written_loop(self):
-        """The device's weights are those of the host, rounded; gradients are widened there."""
-        model = make_model("classifier").train()
-        handle = Offloading().apply(model)
-        low = LowPrecisionWeights("master").apply(model)
-        optimizer = adamw(model)
-        by_hand = make_model("classifier").train()
-        in_bfloat16 = {name for name, p in by_hand.named_parameters() if p.ndim > 1}
-        masters = {n: nn.Parameter(p.detach().clone()) for n, p in by_hand.named_parameters()}
-        its_own = torch.optim.AdamW(masters.values(), lr=1e-3)
-        LowPrecisionWeights().apply(by_hand)  # for the types inside of the model
-        for number in range(3):
-            for name, param in by_hand.named_parameters():
-                param.data = masters[name].detach().to(param.dtype)
-                param.grad = None
-            losses = []
-            for each in (model, by_hand):
-                torch.manual_seed(number)
-                loss = InAutocast(each)(make_batch(number))
-                loss.backward()
-                losses.append(loss.detach())
-            assert torch.equal(*losses)
-            for name, param in by_hand.named_parameters():
-                assert (param.dtype is torch.bfloat16) == (name in in_bfloat16)
-                masters[name].grad = param.grad.float()
-            for one in (optimizer, its_own):
-                one.step()
-                one.zero_grad()
-        assert_equal(model.state_dict(), {n: masters[n].detach() for n in model.state_dict()})
-        low.undo()
-        handle.undo()
 
     def test_weights_first_sent_in_a_proof_of_the_loss_keep_their_type(self, monkeypatch):
         """The proof widens half precision, but what it has sent is used in all later steps."""
@@ -480,20 +345,6 @@ class TestMasters:
         assert all(target.dtype is source.dtype for target, source in sent)
         handle.undo()
 
-    def test_device_has_two_bytes_per_weight(self):
-        model = make_model("dropout").train()
-        handle = Offloading().apply(model)
-        LowPrecisionWeights("master").apply(model)
-        whole, optimizer = InAutocast(model), adamw(model)
-        expected = sum(p.numel() * (2 if p.ndim > 1 else 4) for p in model.parameters())
-        for number in range(3):
-            with LiveTensors(model, [optimizer]) as counter:
-                whole(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert counter.peak.parameter_bytes == expected
-        handle.undo()
-
     def test_needs_offloading_first(self):
         with pytest.raises(IncompatibleError, match="no copy of the weights in float32"):
             LowPrecisionWeights("master").apply(make_model("dropout"))
@@ -508,27 +359,6 @@ def run_checkpointed(self: Any, x: Tensor) -> Tensor:
 
 class TestStreamedWeights:
     """Of a block, while it computes, and of the next one, which comes meanwhile."""
-
-    @pytest.mark.parametrize("checkpoints", [True, False])
-    def test_two_blocks_at_a_time(self, checkpoints):
-        made = Offloaded(what="parameters")
-        if checkpoints:
-            ActivationCheckpointing().apply(made.model)
-        blocks = [sum(p.nbytes for p in block.parameters()) for block in made.model.blocks]
-        rest = sum(p.nbytes for p in made.model.parameters()) - sum(blocks)
-        made.step(0)
-        made.step(1)
-        with LiveTensors(made.model, [made.optimizer]) as counter:
-            made.step(2)
-            made.handle.wait()
-            assert counter.breakdown.total_bytes == rest
-        weights = [*made.model.parameters()]
-        assert counter.peak.host_bytes == 4 * (rest + sum(blocks)) + 4 * len(weights)
-        # Without recomputation, backward keeps what it will need of each block.
-        num_blocks = 2 if checkpoints else 4
-        assert counter.peak.parameter_bytes <= rest + num_blocks * blocks[0]
-        assert resident(made) == []
-        made.close()
 
     @pytest.mark.parametrize("number", [1, 2, 3])
     @pytest.mark.parametrize("mode", [True, False])
@@ -663,47 +493,6 @@ class TestModule:
             param.data = torch.zeros_like(param)
         assert offloaded.step(1) == 0.0
         assert all(map(is_on_host, offloaded.model.parameters()))
-
-    def test_copies_and_pickles_are_ordinary_modules(self, offloaded):
-        offloaded.step(0)
-        offloaded.handle.wait()
-        saved = {k: v.clone() for k, v in offloaded.model.state_dict().items()}
-        for copied in (
-            copy.deepcopy(offloaded.model),
-            pickle.loads(pickle.dumps(offloaded.model)),
-        ):
-            assert_equal(saved, copied.state_dict())
-            assert not any(map(is_on_host, copied.parameters()))
-            optimizer = adamw(copied)
-            copied(make_batch(1)).backward()
-            optimizer.step()
-            assert not torch.equal(copied.head.weight, saved["head.weight"])
-        assert_equal(saved, offloaded.model.state_dict())
-
-    def test_a_checkpoint_is_that_of_a_plain_run(self, offloaded):
-        plain = make_model("dropout").train()
-        files = []
-        for model, optimizer in (
-            (plain, adamw(plain)),
-            (offloaded.model, offloaded.optimizer),
-        ):
-            for number in range(2):
-                torch.manual_seed(number)
-                model(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            file = io.BytesIO()
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-            files.append(file.getvalue())
-        one, other = (torch.load(io.BytesIO(data), weights_only=True) for data in files)
-        assert_equal(one["model"], other["model"])
-        assert_same_state(one["optimizer"], other["optimizer"])
-        assert abs(len(files[0]) - len(files[1])) < 4096
-        optimizer = adamw(plain)
-        optimizer.load_state_dict(other["optimizer"])
-        offloaded.optimizer.load_state_dict(one["optimizer"])
-        assert all(map(is_on_host, tensors_in(offloaded.optimizer.state)))
-        offloaded.step(2)
 
     @pytest.mark.parametrize("checkpoints", [False, True])
     @pytest.mark.parametrize("what", ["optimizer", "parameters"])
@@ -845,25 +634,14 @@ class TestEmbeddings:
         assert not any(map(is_on_host, model.parameters()))
 
     def test_a_table_alone_has_the_same_bits(self):
-        runs = []
-        for is_saving in (False, True):
-            model = make_model("classifier").train()
-            optimizer = adamw(model)
-            if is_saving:
-                technique = Offloading("embeddings", min_table_bytes=2**12)
-                handle = technique.apply(model)
-                technique.update_in_background(optimizer)
-            for number in range(6):
-                torch.manual_seed(number)
-                model(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if is_saving:
-                handle.wait()
-            # Not `state_dict`, which waits.
-            runs.append({k: v.detach().clone() for k, v in model.named_parameters()})
-        assert_equal(*runs)
-        handle.undo()
+        made = Offloaded("classifier", "embeddings", min_table_bytes=2**12)
+        plain = Offloaded("classifier", None)
+        for number in range(6):
+            assert torch.equal(made.step(number), plain.step(number))
+        made.handle.wait()
+        # Not `state_dict`, which waits.
+        assert_same(*(dict(each.model.named_parameters()) for each in (made, plain)))
+        made.close()
 
     @pytest.mark.parametrize("is_rounded_first", [True, False])
     @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
@@ -892,41 +670,24 @@ class TestEmbeddings:
             for handle in [*started, *reversed(applied)]:
                 handle.undo()
             assert not {"step", "zero_grad"} & vars(optimizer).keys()
-        assert_equal(*runs)
+        assert_same(*runs)
 
     @pytest.mark.parametrize("name", ["classifier", "tied"])
     def test_a_failed_backward_pass_leaves_nothing(self, name):
-        runs = []
-        for fails in (False, True):
-            model = make_model(name).train()
-            optimizer = adamw(model)
-            ChunkedCrossEntropy(heads="head").apply(model)
-            technique = Offloading("parameters+embeddings", min_table_bytes=2**12)
-            handle = technique.apply(model)
-            technique.update_in_background(optimizer)
-            for number in range(3):
-                if fails:
-                    with pytest.raises(ZeroDivisionError):
-                        fail_at_the_end_of_backward(model, number)
-                    leave_device(model)
-                    model.zero_grad()
-                torch.manual_seed(number)
-                model(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            runs.append({k: v.clone() for k, v in model.state_dict().items()})
-            handle.undo()
-        assert_equal(*runs)
-
-    def test_a_head_that_is_not_chunked_is_refused(self):
-        model = make_model("tied")
-        before = [*map(id, model.parameters())]
-        with pytest.raises(
-            IncompatibleError, match="Set `chunked_cross_entropy=True`; in a plain loop apply"
-        ):
-            Offloading("parameters+embeddings", min_table_bytes=1).apply(model)
-        assert [*map(id, model.parameters())] == before
-        assert not any(map(is_on_host, model.parameters()))
+        made, twin = (
+            Offloaded(name, "parameters+embeddings", chunks=True, min_table_bytes=2**12)
+            for _ in range(2)
+        )
+        for number in range(3):
+            with pytest.raises(ZeroDivisionError):
+                fail_at_the_end_of_backward(made.model, number)
+            leave_device(made.model)
+            made.model.zero_grad()
+            made.step(number)
+            twin.step(number)
+        assert_same(made.model, twin.model)
+        made.close()
+        twin.close()
 
     def test_small_ones_are_weights_as_all_others(self):
         with pytest.warns(NoEffectWarning, match=r"no embedding has 64\.00 MiB or more"):

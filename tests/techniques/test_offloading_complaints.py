@@ -3,11 +3,10 @@
 Those with tests elsewhere: values that are read before they came, and memory that is used again too
 early (`test_simulated_offloading`, `test_offloaded_activations`), no clipping, accumulation or
 schedulers, checkpoints that nothing else loads (`test_offloading`), labels that are overwritten,
-stashes that stay after an error (`test_offloaded_activations_limits`), only one kind of model
-(`test_contract`), strategies (`tests/callbacks/test_offload`).
+stashes that stay after an error (`test_offloaded_activations_limits`), gradients of a failed pass in
+the next step (`test_offloading_races`), only one kind of model (`test_contract`), strategies (`tests/callbacks/test_offload`).
 """
 
-import contextlib
 import gc
 import threading
 import warnings
@@ -20,19 +19,15 @@ from torch import Tensor, nn
 
 from lightning_memsave.errors import MemsaveWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
 from tests.cases import make_batch, make_model
-from tests.helpers import adamw
-from tests.techniques.offloaded_chain import Block, Chain, Failing, batch_of
-from tests.techniques.offloaded_loops import assert_equal, clones
+from tests.helpers import adamw, assert_same
+from tests.techniques.offloaded_chain import Chain, Failing, batch_of
 from tests.techniques.races import Races
+from tests.techniques.test_offloading_host import Runtime
 
 EVERYTHING = Offloading("parameters+activations", min_bytes=1)
 
@@ -53,34 +48,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> N
     model(batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize("resets", ["optimizer", "model"])
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_gradients_of_a_failed_pass_do_not_reach_the_next_step(in_backward, resets, simulated):
-    runs = []
-    for is_saving in (False, True):
-        torch.manual_seed(0)
-        model = Chain()
-        optimizer = adamw(model)
-        with Races(is_late=True).running() if simulated else contextlib.nullcontext():
-            handle = Offloading("parameters").apply(model) if is_saving else None
-            step(model, optimizer, batch_of(64))
-            good = model.blocks[2].get_submodule("down")
-            model.blocks[2].down = nn.Sequential(good, Failing(KeyError, in_backward=in_backward))
-            with pytest.raises(KeyError):
-                model(batch_of(64)).backward()
-            model.blocks[2].down = good
-            if resets == "optimizer":
-                optimizer.zero_grad()
-            else:
-                model.zero_grad()
-            step(model, optimizer, batch_of(32))
-            runs.append(clones(model.state_dict()))
-            if handle is not None:
-                handle.undo()
-    assert_equal(*runs)
 
 
 @pytest.mark.usefixtures("only_own_tensors")
@@ -129,56 +96,6 @@ def test_nothing_grows_from_step_to_step(technique):
     assert others == [others[0]] * 3
 
 
-class Deep(Chain):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
-
-
-def test_copies_to_the_device_do_not_run_ahead():
-    """However many blocks there are, the device has the weights and inputs of two."""
-    peaks = []
-    for num_blocks in (6, 12):
-        model, batch = Deep(num_blocks), batch_of(64)
-        ActivationCheckpointing().apply(model)
-        with trained(EVERYTHING, model) as (handle, optimizer):
-            step(model, optimizer, batch)
-            with LiveTensors(model, [optimizer]) as live:
-                step(model, optimizer, batch)
-                handle.wait()
-            peaks.append((live.peak.parameter_bytes, live.peak.activation_bytes))
-    assert peaks[0] == peaks[1]
-
-
-def test_copies_to_the_host_do_not_pile_up():
-    size = 2**20
-    copies = StreamCopies(HostWorker(in_background=False), HostMemory(), None)
-    target = HostMemory().tensors_like([torch.empty(size, dtype=torch.uint8)])[0]
-    with LiveTensors(model := nn.Linear(1, 1)) as live:
-        for _ in range(64):
-            copies.to_host(target, torch.ones(size, dtype=torch.uint8), adds=False)
-        moving_bytes = live.peak.total_bytes - sum(p.nbytes for p in model.parameters())
-        assert moving_bytes == 33 * size  # half of it put together, and the last one
-
-
-class Runtime:
-    """Stands in for CUDA's: it locks pages as long as there is room."""
-
-    def __init__(self, room: float = float("inf")) -> None:
-        self.room, self.locked, self.num_calls = room, dict[int, int](), 0
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
-        self.num_calls += 1
-        if sum(self.locked.values()) + num_bytes > self.room:
-            return 2  # cudaErrorMemoryAllocation
-        self.locked[address] = num_bytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.locked[address]
-        return 0
-
-
 @contextmanager
 def locked(runtime: Runtime) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, Races().running():
@@ -194,10 +111,10 @@ def test_locked_memory_is_not_rounded_up_to_powers_of_two():
     with locked(runtime), trained(technique, model) as (handle, optimizer):
         model(torch.ones(2, 72)).sum().backward()
         # Weights and gradients; optimizer state stays on the host, where the kernel finds it.
-        assert sum(runtime.locked.values()) - 2 * sum(weights) < 2 * ALIGNMENT_BYTES * len(weights)
+        assert sum(runtime.sizes.values()) - 2 * sum(weights) < 2 * ALIGNMENT_BYTES * len(weights)
     del handle, optimizer
     gc.collect()
-    assert runtime.locked == {}
+    assert runtime.sizes == {}
 
 
 def test_memory_is_locked_in_the_first_step_only():
@@ -223,7 +140,7 @@ def test_memory_that_cannot_be_locked_is_not_out_of_memory(room):
     assert "`ulimit -l`" in str(said.message)
     plain = make_model("dropout")
     step(plain, adamw(plain), make_batch(0))
-    assert_equal(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.gpu

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, Offloading
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, Block, make_batch, make_model
 from tests.helpers import adamw
 
@@ -117,9 +113,7 @@ PROJECTS = {
     ),
     "two optimizers": Project(lambda: make_model("dropout"), halves),
     "lora": Project(with_lora, trained),
-    "frozen blocks": Project(lambda: make_model("frozen"), trained),
     "unfrozen later": Project(lambda: make_model("dropout"), step=unfrozen_step),
-    "tied weights": Project(lambda: make_model("tied")),
     "chunked cross-entropy": Project(
         lambda: make_model("classifier"),
         before=lambda model: ChunkedCrossEntropy(heads="head").apply(model),

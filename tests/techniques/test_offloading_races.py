@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.memory import is_host
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.copies import StreamCopies
@@ -26,9 +22,9 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import He
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model
-from tests.helpers import InAutocast
-from tests.techniques.offloaded_chain import Chain, Offloads, batch_of
-from tests.techniques.offloaded_loops import Offloaded, assert_equal, clones
+from tests.helpers import InAutocast, assert_same, clones
+from tests.techniques.offloaded_chain import Chain, batch_of, offloading
+from tests.techniques.offloaded_loops import Offloaded
 from tests.techniques.races import Races
 from tests.techniques.test_host_table import Model, TiedModel, batch, on_host
 
@@ -46,43 +42,15 @@ ON_HOST: dict[str, Any] = {
 }
 
 
-def train(
-    *,
-    name: str = "dropout",
-    what: str | None = "optimizer",
-    rounding: str | None = None,
-    in_backward: bool = False,
-    recomputes: bool = True,
-) -> dict[str, Tensor]:
+def train(**how: Any) -> dict[str, Tensor]:
     """Two steps, each with gradients of two batches if they are not used at once."""
-    model = make_model(name).train()
-    if "embeddings" in (what or ""):
-        ChunkedCrossEntropy(heads="head", chunk_size=2).apply(model)
-    if recomputes:
-        ActivationCheckpointing().apply(model)
-    undo: list[Callable[[], None]] = []
-    if what is not None:
-        technique = Offloading(what, min_bytes=1, min_table_bytes=1)
-        handle = technique.apply(model)
-        undo.append(handle.undo)
-    run = model
-    if rounding is not None:
-        LowPrecisionWeights(rounding).apply(model)
-        run = InAutocast(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    if what not in (None, "activations"):
-        undo.append(technique.update_in_background(optimizer).undo)
-    if in_backward:
-        OptimizerInBackward().apply(optimizer)
+    is_table = "embeddings" in how.get("what", "")
+    settings: dict[str, Any] = {"recomputes": True, "min_bytes": 1, "min_table_bytes": 1}
+    made = Offloaded(**settings | {"chunks": is_table} | how)
     for number in range(2):
-        for part in range(1 if in_backward else 2):
-            torch.manual_seed(number)
-            run(make_batch(10 * number + part)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for function in reversed(undo):
-        function()
-    return clones(model.state_dict())
+        made.step(number, num_parts=1 if how.get("in_backward") else 2)
+    made.close()
+    return clones(made.model.state_dict())
 
 
 @functools.cache
@@ -96,7 +64,7 @@ def trained_at_once(kind: str) -> dict[str, Tensor]:
 def test_training(kind, is_late):
     with Races(is_late=is_late).running() as races:
         found = train(**ON_HOST[kind])
-    assert_equal(found, trained_at_once(kind))
+    assert_same(found, trained_at_once(kind))
     assert races.copied_bytes > 0
     assert races.num_spins == 0  # the core is for the updates
 
@@ -189,23 +157,14 @@ class TestWeights:
 
     def test_an_optimizer_that_couples_them_has_whole_ones(self):
         found = []
-        for optimizer in (torch.optim.AdamW, _Coupled):
+        for optimizer in ("AdamW", "unknown"):
             with Races(is_late=True).running():
-                model = make_model("dropout").train()
-                technique = Offloading()
-                handle = technique.apply(model)
-                LowPrecisionWeights("split").apply(model)
-                updates = technique.update_in_background(own := optimizer(model.parameters()))
+                made = Offloaded(rounding="split", optimizer=optimizer)
                 for number in range(3):
-                    torch.manual_seed(number)
-                    InAutocast(model)(make_batch(number)).backward()
-                    own.step()
-                    own.zero_grad()
-                updates.undo()
-                handle.undo()
-            found.append(clones(model.state_dict()))
-        for name, value in found[0].items():
-            torch.testing.assert_close(found[1][name], value)
+                    made.step(number)
+                made.close()
+            found.append(clones(made.model.state_dict()))
+        torch.testing.assert_close(*found)
 
     def test_are_changed_by_an_optimizer_in_ways_that_torch_does_not_see(self):
         """Between two calls of a closure, after an evaluation, or without any."""
@@ -228,7 +187,7 @@ class TestWeights:
                     for function in reversed(undo):
                         function()
                 found.append(clones(model.state_dict()))
-            assert_equal(*found)
+            assert_same(*found)
 
     def test_gradients_that_have_landed_are_forgotten(self):
         """Updates in backward with clipping convert them, and no step waits for them."""
@@ -246,16 +205,12 @@ class TestWeights:
     @pytest.mark.parametrize("end", ["wait", "undo", "undo of the updates"])
     def test_are_complete_after(self, end):
         with Races(is_late=True).running():
-            model = make_model("tied").train()
-            ChunkedCrossEntropy(heads="head").apply(model)
-            technique = Offloading("parameters+embeddings", min_table_bytes=1)
-            handle = technique.apply(model)
-            optimizer = torch.optim.AdamW(model.parameters())
-            updates = technique.update_in_background(optimizer)
-            model(make_batch(0)).backward()
-            optimizer.step()
-            {"wait": handle.wait, "undo": handle.undo}.get(end, updates.undo)()
-            for param in model.parameters():
+            made = Offloaded("tied", "parameters+embeddings", chunks=True, min_table_bytes=1)
+            made.model(make_batch(0)).backward()
+            made.optimizer.step()
+            ends = {"wait": made.handle.wait, "undo": made.handle.undo}
+            ends.get(end, made.updates.undo)()
+            for param in made.model.parameters():
                 param.detach().clone()
 
     def test_of_two_optimizers_in_one_block(self):
@@ -313,10 +268,6 @@ class _Unseen(torch.optim.SGD):
             param.data.add_(param.grad, alpha=-1e-2)
 
 
-class _Coupled(torch.optim.AdamW):
-    """Nobody knows what it does."""
-
-
 class _ZerothOrder(torch.optim.SGD):
     """From losses at two points, as MeZO."""
 
@@ -343,7 +294,7 @@ class TestActivations:
     def test_host_memory_is_freed_after_copies_to_it(self):
         """Of a graph that nobody needs any more, for a longer batch."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             for size in (64, 128):
                 loss = model(batch_of(size))
                 del loss
@@ -351,7 +302,7 @@ class TestActivations:
     def test_device_memory_stays_until_a_copy_is_done(self):
         """The graph of a block dies while the next one runs."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             graph = [model.blocks[0](model.stem(batch_of()))]
             model.blocks[1].register_forward_pre_hook(lambda *_: graph.clear())
             model.blocks[1](torch.ones(1024, 32))
@@ -359,7 +310,7 @@ class TestActivations:
     def test_what_a_graph_fetched_comes_before_its_memory_goes(self):
         """Of a block that backward leaves out; its graph dies meanwhile."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             outputs = [block(torch.randn(1024, 32)) for block in model.blocks]
             loss = outputs[0].mean() + outputs[-1].mean()
             model.blocks[-1].up.weight.register_hook(lambda _: outputs.clear())
@@ -368,7 +319,7 @@ class TestActivations:
     def test_what_came_in_vain_leaves_after_it_came(self):
         """Backward stops before it is used."""
         model = Chain()
-        with Races().running(), Offloads().apply(model):
+        with Races().running(), offloading(model, None, min_bytes=0):
             loss = model(batch_of())
             torch.autograd.grad(loss, [*model.blocks[2].parameters()])
             del loss
@@ -389,33 +340,22 @@ class TestTables:
     def test_gradients_become_zero_after_they_were_read(self, beside):
         what = "embeddings" if beside == "nothing" else "parameters+embeddings"
         with Races(is_late=True).running():
-            model = make_model("tied").train()
+            made = Offloaded("tied", what, chunks=True, min_table_bytes=1)
             if beside == "frozen weights":  # no update of theirs follows that of the table
-                model.requires_grad_(False)
-                model.get_parameter("embedding.weight").requires_grad_()
-            ChunkedCrossEntropy(heads="head").apply(model)
-            technique = Offloading(what, min_table_bytes=1)
-            handle = technique.apply(model)
-            optimizer = torch.optim.AdamW(model.parameters())
-            updates = technique.update_in_background(optimizer)
+                made.model.requires_grad_(False)
+                made.model.get_parameter("embedding.weight").requires_grad_()
             for number in range(2):
-                model(make_batch(number)).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            updates.undo()
-            handle.undo()
+                made.model(make_batch(number)).backward()
+                made.optimizer.step()
+                made.optimizer.zero_grad(set_to_none=False)
+            made.close()
 
     def test_are_complete_when_they_come_back(self):
         with Races(is_late=True).running():
-            model = make_model("classifier").train()
-            technique = Offloading("embeddings", min_table_bytes=1)
-            handle = technique.apply(model)
-            optimizer = torch.optim.AdamW(model.parameters())
-            technique.update_in_background(optimizer)
-            model(make_batch(0)).backward()
-            optimizer.step()
-            handle.undo()
-            clones(model.state_dict())
+            made = Offloaded("classifier", "embeddings", min_table_bytes=1)
+            made.step()
+            made.handle.undo()
+            clones(made.model.state_dict())
 
     @pytest.mark.parametrize("is_late", [True, False])
     def test_a_failed_update_is_told_by_the_next_step(self, is_late):
@@ -447,7 +387,7 @@ class TestHeldGradients:
                     optimizer.step()
                 handle.undo()
             found.append(clones(model.state_dict()))
-        assert_equal(*found)
+        assert_same(*found)
         num_bytes = sum(param.nbytes for param in model.parameters())
         assert races is not None
         assert races.copied_bytes == 3 * 2 * num_bytes

@@ -4,22 +4,14 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.low_bit_optimizer.checkpoint import (
-    convert_optimizer_states,
-)
+from lightning_memsave import ConfigurationError, IncompatibleError, LowBitOptimizer
+from lightning_memsave.techniques.low_bit_optimizer.checkpoint import convert_optimizer_states
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from tests.helpers import assert_same
+from tests.techniques.test_optimizer_state import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
-
-MAKE = {
-    "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),
-    "adam": lambda m: optim.Adam(m.parameters(), lr=3e-3, weight_decay=0.1),
-    "sgd": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
-    "rmsprop": lambda m: optim.RMSprop(m.parameters(), lr=1e-3),
-}
 
 
 class Reader(nn.Module):
@@ -74,25 +66,15 @@ def low_bit_checkpoint(make, name="8bit"):
     return model, checkpoint_of(model, optimizer)
 
 
-def is_same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(is_same, a, b))
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and a == b
-
-
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_to_32bit_gives_what_loading_into_torchs_optimizer_gives(name):
-    model, checkpoint = low_bit_checkpoint(MAKE[name])
+    model, checkpoint = low_bit_checkpoint(FAMILIES[name])
     before = copy.deepcopy(checkpoint)
     wide, changes = convert_optimizer_states(checkpoint, "32bit")
-    plain = MAKE[name](model)
+    plain = FAMILIES[name](model)
     expected = convert_state_dict(checkpoint["optimizer_states"][0], plain)
-    assert is_same(wide["optimizer_states"][0], expected)
-    assert is_same(checkpoint, before)
+    assert_same(wide["optimizer_states"][0], expected)
+    assert_same(checkpoint, before)
     assert wide["epoch"] == 3
     assert changes[0].is_converted
     assert changes[0].text.startswith(f"{type(plain).__name__}: 2 of 9 tensors were 8-bit, ")
@@ -100,31 +82,31 @@ def test_to_32bit_gives_what_loading_into_torchs_optimizer_gives(name):
     train(model, plain, 1)
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_to_8bit_leaves_nothing_to_convert_on_resume(name):
     """What the callback will keep in 32 bits must not lose precision here."""
-    model, checkpoint = trained(MAKE[name])
+    model, checkpoint = trained(FAMILIES[name])
     before = copy.deepcopy(checkpoint)
     narrow, changes = convert_optimizer_states(checkpoint, "8bit")
-    assert is_same(checkpoint, before)
+    assert_same(checkpoint, before)
     assert "2 of 9 tensors" in changes[0].text
     state = narrow["optimizer_states"][0]
     assert "param_names" not in state["param_groups"][0]
-    target = low_bit(model, MAKE[name])
+    target = low_bit(model, FAMILIES[name])
     assert convert_state_dict(state, target) is state
     direct = convert_state_dict(checkpoint["optimizer_states"][0], target)
-    assert is_same(state, direct)
+    assert_same(state, direct)
     target.load_state_dict(state)
     train(model, target, 1)
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_again(name):
-    _, checkpoint = low_bit_checkpoint(MAKE[name])
+    _, checkpoint = low_bit_checkpoint(FAMILIES[name])
     wide, _ = convert_optimizer_states(checkpoint, "32bit")
     narrow, _ = convert_optimizer_states(wide, "8bit")
     first, second = (c["optimizer_states"][0] for c in (checkpoint, narrow))
-    assert is_same(second["param_groups"], first["param_groups"])
+    assert_same(second["param_groups"], first["param_groups"])
     for key in first["state"]:
         was, now = flat_state(first["state"][key]), flat_state(second["state"][key])
         assert was.keys() == now.keys()
@@ -133,7 +115,7 @@ def test_there_and_back_again(name):
         is_signed = "absmax1" in was
         exact = was.keys() - ({"state1", "absmax1"} if is_signed else set())
         exact -= {"step"} if name == "sgd" else set()  # torch's SGD counts none
-        assert all(is_same(was[k], now[k]) for k in exact), key
+        assert_same({k: was[k] for k in exact}, {k: now[k] for k in exact}, where=key)
         if is_signed:
             a, b = (values(state) for state in (was, now))
             assert (a - b).abs().max() < 0.02 * a.abs().max()
@@ -155,7 +137,7 @@ def values(state):
         (lambda m: optim.SGD(m.parameters(), 0.1), "has no state, or has made no step yet"),
         (lambda m: optim.Adadelta(m.parameters()), "keeps acc_delta, square_avg"),
         (lambda m: optim.RAdam(m.parameters()), "settings are not those of torch's AdamW"),
-        (lambda m: low_bit(m, MAKE["adamw"]), "has the 8-bit format already"),
+        (lambda m: low_bit(m, FAMILIES["adamw"]), "has the 8-bit format already"),
     ],
 )
 def test_says_what_has_no_8bit_form(optimizer, reason):
@@ -175,9 +157,9 @@ def test_says_what_has_no_8bit_form(optimizer, reason):
         (None, "has the 32-bit format of torch already", "Resume from the original checkpoint."),
     ],
 )
-@pytest.mark.parametrize("base", MAKE)
+@pytest.mark.parametrize("base", FAMILIES)
 def test_says_what_has_no_32bit_form(base, name, reason, remedy):
-    _, checkpoint = low_bit_checkpoint(MAKE[base], name) if name else trained(MAKE[base])
+    _, checkpoint = low_bit_checkpoint(FAMILIES[base], name) if name else trained(FAMILIES[base])
     with pytest.raises(IncompatibleError, match=f"{reason}.*{remedy}"):
         convert_optimizer_states(checkpoint, "32bit")
 
@@ -197,11 +179,11 @@ def test_state_of_an_unknown_optimizer_of_bitsandbytes_is_named():
     saved = own.state_dict()
     assert convert_state_dict(saved, own) is saved
     with pytest.raises(IncompatibleError, match="it was written by AdEMAMix"):
-        convert_state_dict(saved, low_bit(make_model(), MAKE["adamw"]))
+        convert_state_dict(saved, low_bit(make_model(), FAMILIES["adamw"]))
 
 
 def test_an_optimizer_chosen_by_name_becomes_torchs_class_of_that_name():
-    model, checkpoint = low_bit_checkpoint(MAKE["sgd"], "adamw_8bit")
+    model, checkpoint = low_bit_checkpoint(FAMILIES["sgd"], "adamw_8bit")
     wide, changes = convert_optimizer_states(checkpoint, "32bit")
     assert changes[0].text.startswith("AdamW: ")
     plain = optim.AdamW(model.parameters())
@@ -225,7 +207,7 @@ def test_several_optimizers_one_of_which_has_no_8bit_form():
     assert [change.is_converted for change in changes] == [True, False, False]
     assert "32-bit format of torch already" in changes[1].text
     lion_model = make_model()
-    lion = low_bit(lion_model, MAKE["adamw"], "lion_8bit")
+    lion = low_bit(lion_model, FAMILIES["adamw"], "lion_8bit")
     train(lion_model, lion)
     narrow["optimizer_states"].append(copy.deepcopy(lion.state_dict()))
     with pytest.raises(
@@ -241,7 +223,7 @@ def num_8bit(checkpoint):
 
 
 def test_patterns_choose_what_stays_32bit():
-    _, checkpoint = trained(MAKE["adamw"])
+    _, checkpoint = trained(FAMILIES["adamw"])
     assert num_8bit(convert_optimizer_states(checkpoint, "8bit", [])[0]) == 3
     # body.0.weight is 65 x 64 and body.2.weight 64 x 65.
     narrow, _ = convert_optimizer_states(checkpoint, "8bit", ["body.2.*"])
@@ -261,11 +243,11 @@ def test_names_in_the_groups_win_over_shapes():
         narrow, _ = convert_optimizer_states(checkpoint, "8bit", ["a.weight"])
         assert num_8bit(narrow) == expected
         group, before = (c["optimizer_states"][0]["param_groups"][0] for c in (narrow, checkpoint))
-        assert is_same(group, before)
+        assert_same(group, before)
 
 
 def test_groups_of_an_older_torch():
-    model, checkpoint = trained(MAKE["adamw"])
+    model, checkpoint = trained(FAMILIES["adamw"])
     for group in checkpoint["optimizer_states"][0]["param_groups"]:
         del group["decoupled_weight_decay"]
     narrow, _ = convert_optimizer_states(checkpoint, "8bit")
@@ -274,28 +256,6 @@ def test_groups_of_an_older_torch():
     plain = optim.AdamW(model.parameters())
     plain.load_state_dict(wide["optimizer_states"][0])
     train(model, plain, 1)
-
-
-def test_checkpoints_of_bitsandbytes_own_classes():
-    from bitsandbytes.optim.adamw import AdamW8bit
-    from bitsandbytes.optim.sgd import SGD8bit
-
-    for make, torch_class, group in (
-        (lambda p: AdamW8bit(p, weight_decay=0.3), optim.AdamW, {"weight_decay": 0.3}),
-        (
-            lambda p: SGD8bit(p, lr=0.1, momentum=0.7),
-            optim.SGD,
-            {"momentum": 0.7, "nesterov": False},
-        ),
-    ):
-        model = make_model()
-        own = make(model.parameters())
-        train(model, own)
-        wide, _ = convert_optimizer_states(checkpoint_of(model, own), "32bit")
-        plain = torch_class(model.parameters(), lr=0.01)
-        plain.load_state_dict(wide["optimizer_states"][0])
-        train(model, plain, 1)
-        assert group.items() <= plain.param_groups[0].items()
 
 
 def test_half_precision_parameters():
@@ -318,7 +278,7 @@ def test_half_precision_parameters():
 
 def test_one_optimizer_that_keeps_several_kinds_of_state_stays_as_it_is():
     """As optimizers do that use another rule for vectors."""
-    _, checkpoint = trained(MAKE["adamw"])
+    _, checkpoint = trained(FAMILIES["adamw"])
     state = checkpoint["optimizer_states"][0]["state"]
     state[0] = {"momentum_buffer": state[0]["exp_avg"]}
     with pytest.raises(IncompatibleError, match=r"several kinds \(adam, momentum\)"):

@@ -1,14 +1,14 @@
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave.errors import IncompatibleError
+from lightning_memsave import IncompatibleError, LowBitOptimizer, LowPrecisionWeights
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from tests.helpers import assert_same
 
 FAMILIES = {
     "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),
@@ -54,71 +54,29 @@ def continue_with(model, old, make, steps=10):
     return train(model, new, steps, start=100), model, new
 
 
-def assert_same(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key, value in a.items():
-            assert_same(value, b[key])
-    elif isinstance(a, list | tuple):
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    else:
-        assert a == b
-
-
+@pytest.mark.parametrize("is_8bit_first", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_32bit_to_8bit_goes_on_as_32bit_would(name):
-    make, model = FAMILIES[name], make_model()
-    old = make(model)
+def test_goes_on_in_the_other_width_as_it_would_have_in_its_own(name, is_8bit_first):
+    makes = [functools.partial(low_bit, make=FAMILIES[name]), FAMILIES[name]]
+    own, other = makes if is_8bit_first else makes[::-1]
+    model = make_model()
+    old = own(model)
     train(model, old, 20)
-    expected, kept, _ = continue_with(model, old, make)
-    loss, moved, new = continue_with(model, old, lambda m: low_bit(m, make))
-    weight, bias = list(moved.parameters())[:2]
-    assert new.state[weight]["state1"].dtype == torch.uint8
-    assert new.state[bias]["state1"].dtype == torch.float32
+    saved = old.state_dict()
+    assert convert_state_dict(saved, own(make_model())) is saved
+    expected, kept, _ = continue_with(model, old, own)
+    loss, moved, new = continue_with(model, old, other)
+    if is_8bit_first:
+        assert type(new).__module__.startswith("torch.optim")
+    else:
+        states = [new.state[param]["state1"].dtype for param in moved.parameters()]
+        assert states[:2] == [torch.uint8, torch.float32]
     assert loss == pytest.approx(expected, rel=0.02)
     forgetful = copy.deepcopy(model)
-    train(forgetful, make(forgetful), 10, start=100)
+    train(forgetful, FAMILIES[name](forgetful), 10, start=100)
     forgotten = (parameters(forgetful) - parameters(kept)).abs().mean()
     error = (parameters(moved) - parameters(kept)).abs().mean()
     assert error < 0.1 * forgotten  # the state has really arrived
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_8bit_to_32bit_goes_on_as_8bit_would(name):
-    make, model = FAMILIES[name], make_model()
-    old = low_bit(model, make)
-    train(model, old, 20)
-    expected, kept, _ = continue_with(model, old, lambda m: low_bit(m, make))
-    loss, moved, new = continue_with(model, old, make)
-    assert type(new).__module__.startswith("torch.optim")
-    assert loss == pytest.approx(expected, rel=0.02)
-    forgetful = copy.deepcopy(model)
-    train(forgetful, make(forgetful), 10, start=100)
-    forgotten = (parameters(forgetful) - parameters(kept)).abs().mean()
-    error = (parameters(moved) - parameters(kept)).abs().mean()
-    assert error < 0.1 * forgotten
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_8bit_to_8bit_passes_as_it_is(name):
-    make, model = FAMILIES[name], make_model()
-    old = low_bit(model, make)
-    train(model, old, 3)
-    saved = old.state_dict()
-    assert convert_state_dict(saved, low_bit(make_model(), make)) is saved
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_32bit_to_32bit_passes_as_it_is(name):
-    make, model = FAMILIES[name], make_model()
-    old = make(model)
-    train(model, old, 3)
-    saved = old.state_dict()
-    assert convert_state_dict(saved, make(make_model())) is saved
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "sgd_8bit"])
@@ -306,8 +264,7 @@ def other_model(kind):
 
 @pytest.mark.parametrize("kind", ["order", "size"])
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [("adamw", 8, 8), ("adamw", 8, 32), ("adamw", 32, 8)],
+    ("name", "old", "new"), [("adamw", 8, 8), ("adamw", 8, 32), ("adamw", 32, 8)]
 )
 def test_state_of_parameters_of_other_shapes_is_refused(name, old, new, kind):
     """bitsandbytes' kernels take pointers: they would read and write beyond the end of it."""

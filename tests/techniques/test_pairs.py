@@ -9,9 +9,7 @@ import pytest
 
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
@@ -96,7 +94,7 @@ COMBINATIONS = combinations_of()
 
 
 @pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
-@pytest.mark.daily(2)
+@pytest.mark.turns(2)
 def test_train_as_exactly_as_they_declare(techniques, name):
     assert_as_exact_as_declared(techniques, name)
 

@@ -9,26 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave import ActivationCheckpointing, LowPrecisionWeights, Offloading
 from lightning_memsave.techniques.offloading import copies
 from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import MODELS, make_batch, make_model
-from tests.helpers import InAutocast, adamw
+from tests.helpers import assert_same, clones, in_pairs
 from tests.techniques.offloaded_loops import (
     LOOPS,
-    Offloaded,
-    assert_equal,
-    assert_same_training,
-    clones,
+    OPTIMIZERS,
+    optimizer_of,
     trained,
     trained_without,
-    weight_decaying,
 )
 from tests.techniques.races import Races
 
@@ -39,116 +32,48 @@ EVERYTHING = {
 }
 
 
-def simulate(what: str, name: str, loop: str, races: Races, which: str | None = None) -> None:
-    """Compare a loop with and without offloading, and look for races."""
-    with races.running():
+# On a CPU, scales and gradients that are given are the device's memory, and the worker's as well.
+LOOPS_HERE = [loop for loop in LOOPS if loop != "on gradients that somebody has set"]
+KINDS = [kind for kind in OPTIMIZERS if kind not in ("fused AdamW", "8bit")]
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "loop", "kind", "which", "is_late"),
+    in_pairs(
+        *([*EVERYTHING], [*MODELS], LOOPS_HERE, KINDS, [None, "all", "selective"], [False, True])
+    ),
+)
+@pytest.mark.turns(4)
+def test_training_is_the_same_bit_for_bit(what, name, loop, kind, which, is_late):  # noqa: PLR0917
+    with Races(is_late=is_late).running():
         model = make_model(name).train()
-        if which is not None:
+        if which is not None and name != "unrepeated":
             ActivationCheckpointing(which).apply(model)
-        optimizer = weight_decaying(model)
+        optimizer = optimizer_of(model, kind)
         technique = EVERYTHING[what]
         handle = technique.apply(model)
         technique.update_in_background(optimizer)
         saving = trained(model, optimizer, loop)
         handle.undo()
-    assert_same_training(saving, trained_without(name, loop))
+    assert_same(saving, trained_without(name, loop, kind))
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.daily(4)
-def test_training_is_the_same_bit_for_bit(what, loop, is_late):
-    simulate(what, "dropout", loop, Races(is_late=is_late))
-
-
-@pytest.mark.parametrize("which", [None, "all", "selective"])
-@pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.daily(17)
-def test_so_it_is_for_other_models(name, what, which):
-    simulate(what, name, "accumulated", Races(), None if name == "unrepeated" else which)
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.daily(2)
-def test_so_it_is_with_weights_in_bfloat16(what, is_late):
-    """Against copies that are done at once, which a hand-written loop was compared with."""
-
-    def run() -> tuple[list[Tensor], dict[str, Tensor]]:
-        model = make_model("classifier").train()
-        technique = EVERYTHING[what]
-        handle = technique.apply(model)
-        low = LowPrecisionWeights("master").apply(model)
-        optimizer = adamw(model)
-        technique.update_in_background(optimizer)
-        losses = []
-        for number in range(4):
-            torch.manual_seed(number)
-            losses.append(InAutocast(model)(make_batch(number)))
-            losses[-1].backward()
-            if number % 2:  # gradients of two passes are added up in float32
-                optimizer.step()
-                optimizer.zero_grad()
-        state = clones(model.state_dict())
-        low.undo()
-        handle.undo()
-        return losses, state
-
-    losses, state = run()
-    with Races(is_late=is_late).running():
-        found, simulated = run()
-    assert torch.equal(torch.stack(losses), torch.stack(found))
-    assert_equal(state, simulated)
-
-
-def skip_a_block() -> None:
-    """A block that came in vain, as in LayerDrop, leaves."""
-    made = Offloaded(what="parameters")
-    made.step(0)
-    blocks = made.model.blocks
-    made.model.blocks = nn.ModuleList([*blocks.children()][::3])
-    made.step(1)
-    made.model.blocks = blocks
-    made.close()
-
-
-def change_after_evaluation() -> None:
-    """Weights that may still be on their way to the device, for a loss that nobody has read."""
-    made = Offloaded()
-    made.step(0)
-    with torch.no_grad():
-        made.model(make_batch(1))
-    made.model.load_state_dict(make_model("tuple_output").state_dict())
-    made.step(2)
-    made.close()
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("run", [skip_a_block, change_after_evaluation])
-def test_nothing_races(run, is_late):
-    with Races(is_late=is_late).running():
-        run()
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("is_low", [False, True])
-@pytest.mark.parametrize("what", EVERYTHING)
-@pytest.mark.daily(3)
+@pytest.mark.parametrize(
+    ("is_late", "is_low", "what"), in_pairs([False, True], [False, True], [*EVERYTHING])
+)
+@pytest.mark.turns(3)
 def test_a_loop_by_hand_gives_the_same_bits(what, is_low, is_late):
     """One that stops for each copy."""
-    losses, expected = by_hand_on("cpu", "dropout", is_low=is_low)
     with Races(is_late=is_late).running() as races:
-        found, state = offloaded_on("cpu", "dropout", what, is_low=is_low)
-    assert torch.equal(torch.stack(losses), torch.stack(found))
-    assert_equal(state, expected)
+        found = offloaded_on("cpu", "dropout", what, is_low=is_low)
+    assert_same(found, by_hand_on("cpu", "dropout", is_low=is_low))
     assert races.copied_bytes > 0
 
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (0, 3), (40, 70)])
+@pytest.mark.parametrize(
+    ("adds", "dtype", "shape"),
+    in_pairs([False, True], [torch.float32, torch.bfloat16], [(), (0, 3), (40, 70)]),
+)
 def test_gradients_land_in_any_layout_and_type(shape, dtype, adds):
     with Races(is_late=True).running():
         memory = HostMemory()
@@ -261,11 +186,9 @@ def by_hand_on(device: str, name: str, *, is_low: bool) -> Found:
 def test_streams_that_lag_behind_give_the_same_bits(device, what, is_low, monkeypatch):
     """On a CPU the test is tested."""
     monkeypatch.setattr(copies, "StreamCopies", _Lagging)
-    expected_losses, expected = by_hand_on(device, "dropout", is_low=is_low)
+    expected = by_hand_on(device, "dropout", is_low=is_low)
     for _ in range(3 if device == "cuda" else 1):
-        losses, state = offloaded_on(device, "dropout", what, is_low=is_low)
-        assert torch.equal(torch.stack(losses), torch.stack(expected_losses))
-        assert_equal(state, expected)
+        assert_same(offloaded_on(device, "dropout", what, is_low=is_low), expected)
 
 
 @pytest.mark.gpu

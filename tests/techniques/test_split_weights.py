@@ -15,8 +15,8 @@ from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from tests.cases import make_batch
-from tests.techniques.in_backward import assert_same, assert_same_state
-from tests.techniques.test_offloaded_updates_in_backward import OPTIMIZERS, Run
+from tests.helpers import assert_same, in_pairs
+from tests.techniques.test_offloaded_updates_in_backward import KINDS, Run
 
 TIE = -(2**15)  # the lower half of a number between two bfloat16 numbers
 
@@ -88,10 +88,8 @@ class Constant(nn.Module):
 
 @pytest.fixture
 def constant(monkeypatch):
-    monkeypatch.setattr("tests.techniques.test_offloaded_updates_in_backward.make_batch", batch)
-    monkeypatch.setattr(
-        "tests.techniques.test_offloaded_updates_in_backward.make_model", lambda _: Constant()
-    )
+    monkeypatch.setattr("tests.techniques.offloaded_loops.make_batch", batch)
+    monkeypatch.setattr("tests.techniques.offloaded_loops.make_model", lambda _: Constant())
     monkeypatch.setattr(tiled_steps, "MIN_TILE_NUMEL", 2**11)
 
 
@@ -103,7 +101,7 @@ def batch(number: int) -> Tensor:
 class TestBesideMasters:
     @pytest.mark.usefixtures("constant")
     @pytest.mark.parametrize("in_backward", [True, False])
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("optimizer", KINDS)
     def test_masters_are_exact_and_copies_differ_in_ties(self, optimizer, in_backward):
         runs = [
             Run(rounding=rounding, optimizer=optimizer, in_backward=in_backward)
@@ -114,7 +112,7 @@ class TestBesideMasters:
                 run.step(number)
             run.handle.wait()
         assert_same(runs[0].model, runs[1].model)
-        assert_same_state(runs[0].optimizer, runs[1].optimizer)
+        assert_same(runs[0].optimizer, runs[1].optimizer)
         masters: list[Any] = [block.weight for block in Constant().blocks]
         seen: list[Any] = [run.model.seen for run in runs]
         num_ties = 0
@@ -171,13 +169,12 @@ class TestWholeWeights:
     def test_memory_of_weights_is_freed(self):
         """Memory comes in pieces: what stays is not in one with what goes."""
         made = Run(rounding="split")
-        assert made.handle.residence is not None
         for number in range(2):
             made.step(number)
             made.model.state_dict()
         made.step(2)
-        made.handle.residence.finish()
-        pieces = [piece() for piece in made.handle.residence.memory._pieces]
+        made.residence.finish()
+        pieces = [piece() for piece in made.residence.memory._pieces]
         num_bytes = sum(piece.nbytes for piece in pieces if piece is not None)
         params = [*made.model.parameters()]
         slabs = made.in_backward._updates.bytes_at_a_time
@@ -205,9 +202,10 @@ class TestWholeWeights:
             param.data = torch.zeros_like(param)
         assert made.step(1) == 0.0
 
-    @pytest.mark.parametrize("optimizer", ["AdamW", "8bit"])
-    @pytest.mark.parametrize("saves_with", ["master", "split"])
-    @pytest.mark.parametrize("loads_with", ["master", "split"])
+    @pytest.mark.parametrize(
+        ("optimizer", "saves_with", "loads_with"),
+        in_pairs(["AdamW", "8bit"], ["master", "split"], ["master", "split"]),
+    )
     def test_checkpoints_load_in_both_directions(self, saves_with, loads_with, optimizer):
         made = Run(rounding=saves_with, optimizer=optimizer)
         for number in range(2):

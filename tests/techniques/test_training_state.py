@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import MemSaveCallback
-from lightning_memsave.errors import MemoryExhaustedError
+from lightning_memsave import MemoryExhaustedError, MemSaveCallback
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
 from tests.callbacks.lit import assert_same, fit, make_lit, rows_of
+from tests.helpers import in_pairs
 from tests.out_of_memory import OutOfMemoryAt
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
@@ -97,9 +97,11 @@ class Keeps(nn.Module):
 
 
 @QUIET
-@pytest.mark.parametrize("is_buffer", [False, True], ids=["attribute", "buffer"])
-@pytest.mark.parametrize("is_watched", [True, False], ids=["watched", "known"])
-@pytest.mark.parametrize("kind", PLAIN | OTHERS)
+@pytest.mark.parametrize(
+    ("is_buffer", "is_watched", "kind"),
+    in_pairs([False, True], [True, False], [*(PLAIN | OTHERS)]),
+    ids=str,
+)
 def test_tensors_of_any_kind_are_restored(kind, is_watched, is_buffer):
     module = Keeps(KINDS[kind](), is_buffer)
     before = values_of(module.kept)

@@ -1,5 +1,6 @@
 """How often a step waits for the device: on a GPU each wait empties its queue."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.launches._count import StepCounter
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
@@ -17,6 +16,7 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
 from tests.helpers import for_model, switch_on
+from tests.techniques.test_chunked_cross_entropy import WORDS, Model
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -81,40 +81,24 @@ def test_weights_of_all_parts_are_read_at_once(loss_weight, expected, size):
     assert counted.counts.waits == expected
 
 
-class LanguageModel(nn.Module):
-    """Its batch has labels, as those of Hugging Face's models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(1500, 8)
-        self.head = nn.Linear(8, 1500, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.head(self.embedding(batch["ids"]))
-        return nn.functional.cross_entropy(logits.view(-1, 1500), batch["labels"].view(-1))
-
-
 @pytest.mark.parametrize(
     ("loss_weight", "labelled"), [("tokens", 0.15), ("tokens", 1.0), ("samples", 1.0)]
 )
 @pytest.mark.parametrize("size", [4, 1])
 def test_losses_of_all_parts_wait_once(loss_weight, labelled, size):
     """For the counts of their labels, which weigh the parts and give each loss its rows."""
-    model = LanguageModel()
+    model = Model()
+    plain = copy.deepcopy(model)
     ChunkedCrossEntropy().apply(model)
-    run = MicroBatching(size, loss_weight=loss_weight).apply(model).target
+    run = MicroBatching(size, loss_weight=loss_weight).apply(lambda batch: model(**batch)).target
     for index in range(3):
         torch.manual_seed(index)
-        ids = torch.randint(1500, (8, 20))
+        ids = torch.randint(WORDS, (8, 20))
         labels = ids.masked_fill(torch.rand(ids.shape) > labelled, -100)
         labels[:, 0] = ids[:, 0]
-        plain = nn.functional.cross_entropy(
-            nn.functional.linear(model.embedding(ids), model.head.weight).flatten(0, 1),
-            labels.flatten(),
-        )
+        batch = {"input_ids": ids, "labels": labels}
         with StepCounter() as counted:
-            loss = run({"ids": ids, "labels": labels})
-        torch.testing.assert_close(loss, plain.detach())
+            loss = run(batch)
+        torch.testing.assert_close(loss, plain(**batch).detach())
         if index:
             assert counted.counts.waits == ({"tolist": 1} if loss_weight == "tokens" else {})
