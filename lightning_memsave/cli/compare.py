@@ -32,7 +32,6 @@ memsave compare runs/1/memsave_report.json runs/2/memsave_report.json --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     what = "model as for `memsave predict`, output of `predict --json`, or a memsave_report.json"
     parser.add_argument("a", metavar="A", help=what)
     parser.add_argument("b", metavar="B", help="the same, to compare with A")

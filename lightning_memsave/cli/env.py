@@ -26,7 +26,6 @@ _MORE_PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -37,7 +36,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_environment() -> dict[str, Any]:
-    """Collect versions, GPUs and techniques."""
     import torch
 
     driver, reason = _driver()
@@ -61,7 +59,6 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> tuple[str | None, str]:
-    """Return the version of the NVIDIA driver, and why it is not known."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:

@@ -36,7 +36,6 @@ memsave explain --oom -"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument(
         "target",
         nargs="?",

@@ -59,7 +59,6 @@ _TAKE_SIZES = ("--batch", "--gpu", "--budget", "--time-limit")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line."""
     arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
     try:
         return COMMANDS[arguments.command].run(arguments) or 0

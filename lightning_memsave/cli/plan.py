@@ -43,7 +43,6 @@ memsave plan gpt2/ --batch 8x512 --gpu T4 --html plan.html --json > plan.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument("target", metavar="MODEL", help="as for `memsave predict`")
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=True, limited="each search, one per GPU,")
@@ -86,8 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Case:
-    """What was found for one GPU, or for a budget alone."""
-
     gpu: "Gpu | None"
     budget_bytes: int
     margin_bytes: int

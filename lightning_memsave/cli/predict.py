@@ -36,7 +36,6 @@ memsave predict gpt2/ --batch 8x512 --variant optimizer=8bit --variant precision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument(
         "target",
         metavar="MODEL",
@@ -97,8 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Case:
-    """The step with the settings of one variant."""
-
     name: str
     prediction: "MemoryPrediction"
     fits: tuple["GpuFit", ...]

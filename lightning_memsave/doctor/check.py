@@ -12,12 +12,9 @@ from lightning_memsave.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class FoundProblem(Problem):
-    """A problem, and the name of the check that found it."""
-
     check: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values, for JSON."""
         return asdict(self)
 
 
@@ -37,8 +34,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class Check:
-    """One check."""
-
     name: str
     finds: str
     find: Callable[[Subject], Iterable[Problem]]

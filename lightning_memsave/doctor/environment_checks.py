@@ -119,7 +119,6 @@ _SLOW = {
 
 
 def find_debug_settings(subject: Subject) -> Iterator[Problem]:
-    """Find switches for debugging that are still on."""
     for name, why in _SLOW.items():
         value = subject.environment.get(name, "")
         if value not in ("", "0"):
@@ -134,7 +133,6 @@ def find_debug_settings(subject: Subject) -> Iterator[Problem]:
 
 
 def find_broken_packages(subject: Subject) -> Iterator[Problem]:
-    """Find installed packages that break each other."""
     if {"nvidia-ml-py", "nvidia-ml-py3"} <= _lower(subject.versions).keys():
         yield Problem(
             "the packages `nvidia-ml-py` and `nvidia-ml-py3`",

@@ -16,7 +16,6 @@ from lightning_memsave.trainer.precision import overflows_certainly
 
 
 def find_batch_statistics(subject: Subject) -> Iterator[Problem]:
-    """Find batch normalisation whose batch is only a part of the effective batch."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     found = [name for name, m in subject.module.named_modules() if isinstance(m, norms)]
     given = subject.trainer_arguments.get("accumulate_grad_batches")
@@ -81,7 +80,6 @@ MIN_SHARE = 0.5
 
 
 def find_8bit_embeddings(subject: Subject) -> Iterator[Problem]:
-    """Find optimizers of bitsandbytes with 8-bit state for embeddings."""
     for optimizer in filter(_is_8bit, subject.optimizers):
         manager: Any = getattr(optimizer, "mng", None)
         if manager is None or manager.module_weight_config_triple or manager.pid2config:
@@ -108,7 +106,6 @@ def _shares(module: nn.Module, embedding: nn.Module) -> bool:
 
 
 def find_ineffective_8bit(subject: Subject) -> Iterator[Problem]:
-    """Find optimizers of bitsandbytes that leave most of their state in 32 bits."""
     for optimizer in filter(_is_8bit, subject.optimizers):
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         total = sum(p.numel() for p in trained)
@@ -138,7 +135,6 @@ def _torch_name(optimizer: Optimizer) -> str:
 
 
 def find_float16_overflow(subject: Subject) -> Iterator[Problem]:
-    """Find models whose activations overflow in the precision of the Trainer."""
     if not subject.precision.startswith("16"):
         return
     if why := overflows_certainly(subject.module):
@@ -155,7 +151,6 @@ LAST_WITHOUT_BF16_CLIPPING = (2, 6, 6)
 
 
 def find_refused_clipping(subject: Subject) -> Iterator[Problem]:
-    """Find gradient clipping that Lightning refuses beside a fused optimizer."""
     is_mixed = subject.precision.endswith("mixed")
     is_replaced = bool(subject.settings.get("optimizer"))  # by an 8-bit form, which is not fused
     if not subject.trainer_arguments.get("gradient_clip_val") or not is_mixed or is_replaced:

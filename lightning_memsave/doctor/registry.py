@@ -59,7 +59,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(subject: Subject) -> list[FoundProblem]:
-    """Run all checks."""
     found = (
         FoundProblem(problem.what, problem.why, problem.fix, check.name)
         for check in CHECKS

@@ -19,8 +19,6 @@ _EMBEDDING_NAMES = re.compile(r"(embed|\bw[tp]e\b)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """What holds many parameters, and why."""
-
     entries: tuple[TensorEntry, ...]
     sentence: str
     is_several: bool = True
@@ -50,7 +48,6 @@ def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list
 
 
 def embedding_tables(table: ParameterTable) -> list[TensorEntry]:
-    """Find the embedding tables that matter."""
     found = [entry for entry in table.parameters if _is_embedding(table, entry)]
     found.sort(key=lambda entry: -entry.num_elements)
     large = [e for e in found if e.num_elements >= _MIN_TABLE_SHARE * table.num_parameters]
@@ -165,12 +162,10 @@ def _described(entry: TensorEntry) -> str:
 
 
 def shape_of(entry: TensorEntry) -> str:
-    """Write a shape."""
     return " x ".join(f"{size:,}" for size in entry.shape or ())
 
 
 def percent_of(table: ParameterTable, entries: Iterable[TensorEntry]) -> str:
-    """Write which part of all parameters some of them are."""
     part = sum(entry.num_elements for entry in entries)
     return f"{100 * part / max(table.num_parameters, 1):.1f} %"
 

@@ -24,15 +24,12 @@ _SMALL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The layer that has an output for each class or token."""
-
     num_outputs: int
     num_inputs: int
     name: str
 
 
 def find_outputs(table: ParameterTable) -> Outputs | None:
-    """Find the output layer."""
     matrices = [e for e in table.parameters if e.shape is not None and len(e.shape) == _MATRIX]
     tied = [e for e in matrices if any(_is_layer(table, alias) for alias in e.aliases)]
     last = [e for e in matrices if _is_layer(table, e.name)][-1:]
@@ -82,7 +79,6 @@ def logits_copies(what_if: WhatIf) -> Finding:
 
 
 def model_states_of(what_if: WhatIf) -> ModelStates:
-    """Give the model states, from the prediction where there is a batch."""
     if what_if.can_predict:
         return ModelStates.from_prediction(what_if.base(), what_if.optimizer_name)
     optimizer = what_if.step.optimizer
@@ -129,7 +125,6 @@ def _named(entries: list[TensorEntry]) -> str:
 
 
 def structure(what_if: WhatIf) -> Finding:
-    """Give the bytes of the model states."""
     costs = model_states_of(what_if)
     total = costs.total_bytes
     largest = explain_parameters(what_if.table)[0]
@@ -146,7 +141,6 @@ _NAME = "attention kernel"
 
 
 def attention_kernel(what_if: WhatIf) -> Finding:
-    """Compare the kinds of attention."""
     base, now = what_if.base(), what_if.attention
     if now is None:
         return _of_scores(what_if)
@@ -252,7 +246,6 @@ _WITHOUT_BATCH = ("vocabulary and labels", "model structure")
 
 
 def explain_factors(what_if: WhatIf, names: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """Compute how much each factor contributes to the peak."""
     if names is not None and (isinstance(names, str) or not isinstance(names, Collection)):
         raise ConfigurationError(
             f'`factors={names!r}` is not a list. Write for example `factors=["batch size"]`.'

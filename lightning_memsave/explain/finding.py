@@ -16,8 +16,6 @@ Verdict = Literal["matters", "does not matter", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How much one factor contributes to the peak."""
-
     name: str
     verdict: Verdict
     num_bytes: int | None
@@ -25,7 +23,6 @@ class Finding:
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return asdict(self)
 
 
@@ -44,10 +41,8 @@ def finding_of(
 
 
 def unknown_finding(name: str, why: str) -> Finding:
-    """Build the finding of a factor that could not be computed."""
     return Finding(name, "unknown", None, why)
 
 
 def label_of(gpu: Gpu) -> str:
-    """Name a GPU in a sentence."""
     return "the GPU" if gpu.compute_capability is None else gpu.name

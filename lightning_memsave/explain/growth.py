@@ -150,7 +150,6 @@ def sequence_length(what_if: WhatIf) -> Finding:
 
 
 def max_positions(table: ParameterTable) -> int | None:
-    """Say how long a sequence may be."""
     rows = [
         entry.shape[0]
         for entry in table.parameters

@@ -23,8 +23,6 @@ _MAX_NAME_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure on both sides."""
-
     name: str
     before: int | None
     after: int | None
@@ -32,7 +30,6 @@ class Change:
 
     @property
     def difference(self) -> int:
-        """By how much the second side is larger."""
         return (self.after or 0) - (self.before or 0)
 
     @property
@@ -43,7 +40,6 @@ class Change:
         return "grew" if self.difference > 0 else "shrank" if self.difference else "same"
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return {
             "name": self.name,
             "before": self.before,
@@ -254,7 +250,6 @@ def _merged(template: str, members: Sequence[Change]) -> Change:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
-    """Find what was set differently."""
     return tuple(
         (name, str(a.get(name, "-")), str(b.get(name, "-")))
         for name in dict.fromkeys((*a, *b))

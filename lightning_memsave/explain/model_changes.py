@@ -103,7 +103,6 @@ def compare_predictions(
     labels: tuple[str, str] | None = None,
     measured_bytes: tuple[int | None, int | None] = (None, None),
 ) -> MemoryComparison:
-    """Find what makes the difference between two predicted training steps."""
     notes = []
     if a.device != b.device:
         notes.append(

@@ -23,8 +23,6 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """Bytes of parameters, copies, gradients and optimizer state, by module."""
-
     optimizer: str
     by_module: Mapping[str, int]
     parts: tuple[str, ...] = ("parameters", "gradients", "optimizer state")
@@ -32,21 +30,17 @@ class ModelStates:
 
     @property
     def summary(self) -> str:
-        """The parts in words, such as ``"parameters, gradients and optimizer state"``."""
         return " and ".join(filter(None, (", ".join(self.parts[:-1]), self.parts[-1])))
 
     @property
     def total_bytes(self) -> int:
-        """Sum over all modules."""
         return sum(self.by_module.values())
 
     def of(self, modules: Iterable[str]) -> int:
-        """Sum over some modules."""
         return sum(self.by_module.get(name, 0) for name in set(modules))
 
     @classmethod
     def from_prediction(cls, prediction: MemoryPrediction, optimizer: str = "") -> Self:
-        """Take the costs from a prediction of a training step."""
         found: dict[str, int] = {}
         for module in prediction.modules:
             found[module.name] = sum(_sizes(module.memory).values())

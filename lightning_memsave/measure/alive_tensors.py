@@ -37,8 +37,6 @@ _CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
 @dataclass(frozen=True, slots=True)
 class AliveTensor:
-    """One live storage."""
-
     category: str
     num_bytes: int
     name: str

@@ -9,8 +9,6 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AllocatorReading:
-    """State of torch's CUDA allocator on one device."""
-
     allocated_bytes: int
     reserved_bytes: int
     peak_allocated_bytes: int
@@ -49,7 +47,6 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
 
 
 def pinned_bytes() -> int | None:
-    """Return the bytes of page-locked host memory that torch holds."""
     host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)  # torch 2.7 and later
     if host_memory_stats is None or not torch.cuda.is_available():
         return None
@@ -66,8 +63,6 @@ def allocated_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Host memory of this process."""
-
     rss_bytes: int
     pinned_bytes: int | None
 

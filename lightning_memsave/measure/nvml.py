@@ -72,7 +72,6 @@ class NvmlDevice:
                 nvml.nvmlShutdown()
 
     def read(self, reserved_bytes: int | None = None) -> NvmlReading:
-        """Read from the driver."""
         if self._handle is None:
             return NvmlReading(reason=self._reason or "NVML is closed")
         try:
@@ -112,7 +111,6 @@ class NvmlDevice:
 def read_nvml(
     device: torch.device | int | str = 0, reserved_bytes: int | None = None
 ) -> NvmlReading:
-    """Read once; `NvmlDevice` is for several readings."""
     with NvmlDevice(device) as gpu:
         return gpu.read(reserved_bytes)
 

@@ -20,8 +20,6 @@ _BUFFER_DTYPES = ("int64", "int32", "bool")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter or buffer."""
-
     name: str
     shape: tuple[int, ...] | None
     dtype: str
@@ -33,7 +31,6 @@ class TensorEntry:
 
     @property
     def module(self) -> str:
-        """Name of the module that owns it."""
         return self.name.rpartition(".")[0]
 
 
@@ -41,12 +38,10 @@ _Keyed = tuple[object, TensorEntry]
 
 
 def entries_of_module(module: nn.Module) -> tuple[TensorEntry, ...]:
-    """Read the parameters and buffers of a module."""
     return tuple(_joined(_of_module(module)))
 
 
 def entries_of_mapping(source: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
-    """Read what a checkpoint holds."""
     return tuple(_joined(_of_mapping(source)))
 
 
@@ -133,8 +128,6 @@ def _keyed(
 
 @dataclass(frozen=True, slots=True)
 class ModuleParameters:
-    """Parameters of one module with all that is inside it."""
-
     name: str
     class_name: str
     num_parameters: int = 0
@@ -162,7 +155,6 @@ class ParameterTable:
 
     @property
     def parameters(self) -> tuple[TensorEntry, ...]:
-        """Entries that are no buffers."""
         return tuple(entry for entry in self.entries if not entry.is_buffer)
 
     @property
@@ -172,12 +164,10 @@ class ParameterTable:
 
     @property
     def num_bytes(self) -> int:
-        """What the parameters take."""
         return sum(entry.num_bytes for entry in self.parameters)
 
     @property
     def buffer_bytes(self) -> int:
-        """What the buffers take."""
         return sum(entry.num_bytes for entry in self.entries if entry.is_buffer)
 
     @property
@@ -187,7 +177,6 @@ class ParameterTable:
 
     @cached_property
     def modules(self) -> tuple[ModuleParameters, ...]:
-        """Each module with all that is inside it, parents before children."""
         found = {name: ModuleParameters(name, kind) for name, kind in self.class_names.items()}
         for entry in self.entries:
             for name in ancestors(entry.module):
@@ -197,7 +186,6 @@ class ParameterTable:
         return tuple(replace(row, share=row.num_parameters / total) for row in found.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,
@@ -241,7 +229,6 @@ def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> P
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Give the modules that a module is in."""
     yield ""
     parts = name.split(".") if name else []
     for i in range(len(parts)):

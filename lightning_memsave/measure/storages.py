@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class LiveStorage:
-    """One live storage."""
-
     __slots__ = ("born", "category", "node", "num_bytes", "origin", "ref")
 
     def __init__(self, category: str, born: int) -> None:
@@ -78,7 +76,6 @@ def operands(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Find the storages of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
@@ -96,7 +93,6 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def device_of(module: nn.Module | None) -> torch.device:
-    """Return the device of a module's first parameter; the CPU if there is none."""
     parameter = None if module is None else next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 

@@ -28,7 +28,6 @@ CAUSES = {
 
 
 def shares_of(oom: OutOfMemory) -> dict[str, int]:
-    """Divide the memory of the device."""
     known: dict[str, int | None] = {
         "allocated": oom.allocated_bytes,
         "unallocated": oom.unallocated_bytes,
@@ -49,7 +48,6 @@ def shares_of(oom: OutOfMemory) -> dict[str, int]:
 
 
 def cause_of(oom: OutOfMemory, shares: Mapping[str, int]) -> tuple[str, str]:
-    """Find the cause."""
     if oom.device == "cpu":
         return "host", _asked(oom)
     if oom.library:
@@ -138,8 +136,6 @@ _SHARES = {
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why memory ran out, and what to do about it."""
-
     oom: OutOfMemory
     cause: str
     shares: Mapping[str, int]
@@ -149,7 +145,6 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """The cause in one line."""
         where = self.oom.device or "a device"
         if self.oom.device_index is not None:
             where += f":{self.oom.device_index}"
@@ -159,7 +154,6 @@ class Diagnosis:
         return f"Out of memory on {where}{phase}: {self.kept or CAUSES[self.cause]}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return {
             "cause": self.cause,
             "summary": self.summary,

@@ -19,8 +19,6 @@ KEEP = "keep"
 
 @dataclass(frozen=True)
 class Run:
-    """Equal blocks that follow each other in one container."""
-
     names: tuple[str, ...]
 
     def cut(self, model: nn.Module, num_blocks: int) -> None:
@@ -31,7 +29,6 @@ class Run:
 
 
 def runs_of(model: nn.Module, blocks: Sequence[Block]) -> list[Run]:
-    """Find the runs of equal blocks."""
     keys = [(block.name.rpartition(".")[0], _signature(block.module)) for block in blocks]
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(keys), 1) if a != b), len(blocks)]
     return [Run(tuple(b.name for b in blocks[i:j])) for i, j in pairwise(starts) if j > i]
@@ -50,8 +47,6 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
 
 @dataclass
 class _Cost:
-    """Of one block, recomputed in one way."""
-
     resident_bytes: int = 0
     seconds: dict[Lane, float] = field(default_factory=lambda: defaultdict(float))
     visits: list["_Visit"] = field(default_factory=list)
@@ -121,7 +116,6 @@ class BlockCosts:
         """Of the device's allocator and context."""
 
     def peak_and_seconds(self, kinds: Sequence[str]) -> tuple[int, float]:
-        """Estimate a step."""
         costs = [self._costs[key] for key in self._keys(kinds)]
         level = peak = self._resident_bytes + sum(cost.resident_bytes for cost in costs)
         for part in self._parts:
@@ -149,7 +143,6 @@ class BlockCosts:
         )
 
     def seconds_by_phase(self, kinds: Sequence[str]) -> dict[str, float]:
-        """Estimate the seconds of `peak_and_seconds` by phase, as in `StepTime`."""
         keys = self._keys(kinds)
         if not self._has_copies:  # the order does not matter
             total = defaultdict(float, self._outside_s)
@@ -175,8 +168,6 @@ def _places(number: int, *, by_place: bool) -> Sequence[_Place]:
 
 
 class _Step:
-    """Reads a recorded step."""
-
     def __init__(
         self,
         prediction: MemoryPrediction,

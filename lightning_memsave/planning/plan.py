@@ -28,8 +28,6 @@ _CERTAINTY = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Settings of a training step."""
-
     settings: Mapping[str, Any]
     how: str
     exactness: str
@@ -42,7 +40,6 @@ class Plan:
     not_advised: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
         return found | {"settings": {n: _plain(v) for n, v in self.settings.items()}}
 
@@ -53,7 +50,6 @@ class Plan:
 
     @property
     def micro_batch_size(self) -> Any:
-        """Samples at once; not a number for whole batches."""
         return self.settings.get("micro_batch_size")
 
     @property

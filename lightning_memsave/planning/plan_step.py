@@ -19,7 +19,6 @@ from lightning_memsave.techniques.registry import entries, unused_details
 def plan_what_if(
     what_if: WhatIf, budget: Any, exactness: str, limit_s: float = math.inf
 ) -> MemoryPlan:
-    """Find the fastest settings that fit a budget."""
     budget_bytes = budget_of(what_if, budget)
     return search_of(what_if, exactness, limit_s).find(budget_bytes)
 
@@ -44,7 +43,6 @@ def unchanged_step(what_if: WhatIf) -> MemoryPrediction:
 
 
 def search_of(what_if: WhatIf, exactness: str, limit_s: float = math.inf) -> PlanSearch:
-    """Prepare the search for plans of a step, for any budget."""
     if not what_if.can_predict:
         raise ConfigurationError("A plan needs a batch. Pass one that the model trains on.")
     preset = what_if.step.settings.get("preset")

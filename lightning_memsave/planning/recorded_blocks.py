@@ -36,7 +36,6 @@ class RecordedBlocks:
     def of(
         cls, what_if: WhatIf, selectors: Any = None, *, may_be_cut: bool = True
     ) -> "RecordedBlocks":
-        """Find the blocks of a step."""
         step = what_if.step
         if isinstance(step.model, nn.Module):
             return cls._of(step.model, what_if, selectors, may_be_cut=may_be_cut)
@@ -81,7 +80,6 @@ class RecordedBlocks:
         return replace(found, what_if=copies, names=names, is_cut=True)
 
     def moved(self, move: Callable[[WhatIf], WhatIf]) -> "RecordedBlocks":
-        """Predict them for another device."""
         return replace(self, what_if=move(self.what_if))
 
     def assignments(self, *, by_place: bool) -> list[list[str]]:
@@ -120,7 +118,6 @@ def value_of(kinds: Sequence[str]) -> Any:
 
 
 def choices(number: int, kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """List ways to recompute blocks that are worth a look."""
     # The first blocks need recomputation most: their activations live longest. One kind follows
     # another in the order of what they save.
     for first, second in itertools.pairwise((*kinds, KEEP)):

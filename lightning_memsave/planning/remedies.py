@@ -25,8 +25,6 @@ FASTEST_PLAN = "the fastest plan that fits"
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Settings that lower the peak."""
-
     name: str
     how: str
     peak_bytes: int
@@ -39,7 +37,6 @@ class Remedy:
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
 
     def __str__(self) -> str:

@@ -40,8 +40,6 @@ _OUT_OF_TIME = (
 
 
 class PlanSearch:
-    """Finds plans for one step, with any budget."""
-
     def __init__(
         self,
         variants: Variants,
@@ -128,7 +126,6 @@ class PlanSearch:
 
     @property
     def is_out_of_time(self) -> bool:
-        """Whether time was too short to look at everything."""
         return self._variants.left_s <= 0 or self._variants.is_cut_short
 
     def _found(self, best: Estimate, budget_bytes: int, room: int) -> MemoryPlan:

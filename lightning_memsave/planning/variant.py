@@ -37,8 +37,6 @@ ON_HOST = (
 
 @dataclass(eq=False)  # the search compares candidates by their variant
 class Variant:
-    """A step with some settings on, for any choice of recomputed blocks."""
-
     changes: Mapping[str, Any]
     exactness: Exactness
     beside: Mapping[str, Any]
@@ -55,7 +53,6 @@ class Variant:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether something is on the host."""
         return OFFLOAD in self.beside
 
     @property
@@ -65,7 +62,6 @@ class Variant:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether weights are on the host, which updates them."""
         return self.beside.get(OFFLOAD) not in (None, ON_HOST[0])
 
     def tells_enough(
@@ -87,7 +83,6 @@ class Variant:
         return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
 
     def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
-        """Estimate bytes on the device and seconds."""
         if self.costs is None:
             assert self.prediction is not None, "one of the two is there"
             return self.prediction.device_bytes, self.seconds
@@ -96,14 +91,11 @@ class Variant:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of the device's allocator and context in estimates, roughly."""
         return 0 if self.costs is None else self.costs.overhead_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """A variant with some of its blocks recomputed."""
-
     variant: Variant
     kinds: tuple[str, ...]
     num_bytes: int
@@ -121,12 +113,10 @@ def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
 
 
 def leaving_out(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
-    """Leave out what sets an argument."""
     return [c for c in chosen if c.argument != one.argument]
 
 
 def changes_of(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the settings of candidates with others."""
     return {name: value for one in on for name, value in one.changes.items()} | {**beside}
 
 
@@ -137,7 +127,6 @@ def form_of(changes: Mapping[str, Any]) -> str:
 
 
 def all_exactness(values: Mapping[str, Any]) -> Iterator[Exactness]:
-    """List the exactness of settings."""
     if MICRO_BATCH in values:
         yield Exactness.ROUNDING
     for entry in entries():

@@ -58,8 +58,6 @@ _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, OFFLOAD)
 
 
 class Variants:
-    """Records variants of a step."""
-
     def __init__(
         self,
         what_if: WhatIf,
@@ -122,7 +120,6 @@ class Variants:
 
     @property
     def has_last_resort(self) -> bool:
-        """Whether something that is advised against may be on."""
         return any(
             one.is_advised_against and self.exactness.allows(one.exactness) and self._is_open(one)
             for one in self._all_options()
@@ -134,7 +131,6 @@ class Variants:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
         return self._limit_s - self.seconds_so_far
 
     @property
@@ -144,7 +140,6 @@ class Variants:
 
     @property
     def seconds_so_far(self) -> float:
-        """Seconds of processor time since the beginning."""
         return processor_time_s() - self._start_s
 
     @property
@@ -184,7 +179,6 @@ class Variants:
         self.room, self.slowest_s = room, math.inf
 
     def unchanged(self) -> Variant | None:
-        """Record the step with nothing on."""
         return self._record([])
 
     def all(self) -> list[Variant]:
@@ -271,7 +265,6 @@ class Variants:
         return [c for c in self._options() if c.changes.items() <= changes]
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        """Predict a plan whole."""
         changes = dict(variant.changes)
         if variant.costs is not None:
             changes[RECOMPUTED] = value_of(kinds)

@@ -23,8 +23,6 @@ _IDS_NDIM = 2  # token ids: (samples, tokens)
 
 @dataclass(frozen=True, slots=True)
 class SequenceAxis:
-    """The axis of a batch's tensors that holds the sequence."""
-
     axis: int
     length: int
 

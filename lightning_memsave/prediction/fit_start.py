@@ -27,7 +27,6 @@ class FitStart:
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module: without the LightningModule that a plain one was wrapped in."""
         return inner_of(self.module)
 
 

@@ -71,7 +71,6 @@ def summarise(
     context_bytes: int = 0,
     pageable_bytes: int = 0,
 ) -> MemoryPrediction:
-    """Build a `MemoryPrediction` from a `Recording`."""
     peaks = Peaks(recording, extra, workspaces, has_run=has_run)
     blocks: dict[str, Any] = {}
     if device == "cuda":

@@ -57,8 +57,6 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """One module of a recording."""
-
     name: str
     class_name: str
     num_parameters: int
@@ -66,8 +64,6 @@ class ModuleInfo:
 
 @dataclass(slots=True)
 class Recording:
-    """Allocations and frees of training steps."""
-
     modules: tuple[ModuleInfo, ...] = ()
     events: list[Event] = field(default_factory=list)
     batch_ends: list[int] = field(default_factory=list)
@@ -78,7 +74,6 @@ class Recording:
     work: Work = field(default_factory=Work)
 
     def copy(self) -> Self:
-        """Copy it as it is now; storages are shared."""
         return replace(self, events=list(self.events), batch_ends=list(self.batch_ends))
 
 
@@ -128,17 +123,14 @@ class StepProfile(LiveTensors):
         self._running: list[str] = [""]
 
     def end_batch(self) -> None:
-        """Mark the end of a batch."""
         self.recording.batch_ends.append(len(self.recording.events))
         self.recording.work = self._work.work()
         self.recording.host_bytes = self._peak_host_bytes
 
     def reset_host_peak(self) -> None:
-        """Reset the peak of host memory to what is there now."""
         self._peak_host_bytes = self._host_bytes
 
     def start_step(self) -> None:
-        """Count the kernels of an optimizer step, from its first batch on."""
         self._work.clear()
 
     @override

@@ -32,8 +32,6 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
-    """One storage alive at the peak."""
-
     category: str
     num_bytes: int
     module: str = ""
@@ -45,8 +43,6 @@ class TensorMemory:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Live bytes through one training step."""
-
     phases: tuple[str, ...] = ()
     by_category: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peak_index: int = 0
@@ -59,8 +55,6 @@ _EXPANDABLE = ": try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True, slots=True)
 class GpuFit:
-    """Whether a predicted step fits a GPU."""
-
     gpu: Gpu
     needed_bytes: int
     tensor_bytes: int
@@ -72,7 +66,6 @@ class GpuFit:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory fits the GPU."""
         return self.spare_bytes + self.pageable_bytes >= 0
 
     @property
@@ -82,7 +75,6 @@ class GpuFit:
 
     @property
     def note(self) -> str:
-        """Advice if the result is close; empty if it is clear."""
         if self.fits and self.spare_bytes < 0:
             return (
                 f"with {format_bytes(-self.spare_bytes)} of its optimizer state in host memory, of "
@@ -101,7 +93,6 @@ class GpuFit:
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
         return {
             "name": self.gpu.name,
             "total_bytes": self.gpu.total_bytes,
@@ -369,7 +360,6 @@ class MemoryPrediction(JupyterMixin):
 
 
 def headline(prediction: MemoryPrediction) -> list[RenderableType]:
-    """Format total, settings and place of the peak in a few lines."""
     count = prediction.num_parameters
     parameters = f", {count:,} parameters" if count else ""
     title = (
@@ -403,7 +393,6 @@ def headline(prediction: MemoryPrediction) -> list[RenderableType]:
 
 
 def needed_memory(prediction: MemoryPrediction) -> Table:
-    """Make a table of the memory that a CUDA device needs: tensors, allocator gaps and context."""
     context = prediction.context_bytes
     table = figure_table("device memory needed", "", numbers=("",))
     for name, num_bytes in (
@@ -418,7 +407,6 @@ def needed_memory(prediction: MemoryPrediction) -> Table:
 
 
 def categories(prediction: MemoryPrediction) -> Table:
-    """Make a table of the peak, and that of each phase, by category."""
     phases = [phase for phase in PHASES if phase in prediction.by_phase]
     numbers = ("at the peak", "share", *phases)
     table = figure_table("category", *numbers, numbers=numbers)

@@ -33,14 +33,11 @@ _TOKEN_AXES = {"scaled_dot_product_attention": -2, "multi_head_attention_forward
 
 @dataclass
 class Observed:
-    """What was seen."""
-
     optimizers: list[str] = field(default_factory=list)
     attended: set[int] = field(default_factory=set)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Look until the context is left."""
         functional: Any = torch.nn.functional
         originals = {name: getattr(functional, name) for name in _TOKEN_AXES}
         hook = register_optimizer_step_pre_hook(self._note_optimizer)
@@ -71,13 +68,11 @@ class Observed:
 
 
 def attention_of(module: nn.Module) -> str | None:
-    """Say which kind of attention a model uses."""
     found = _models(module)
     return found[0].config._attn_implementation if found else None
 
 
 def set_attention(module: nn.Module, kind: str) -> None:
-    """Let all Hugging Face models in a module use a kind of attention."""
     for model in _models(module):
         model.set_attn_implementation(kind)
 
@@ -122,8 +117,6 @@ class ImpossibleVariantError(MemsaveError):
 
 @dataclass
 class WhatIf:
-    """A training step, and predictions of its variants, each made once."""
-
     step: TrainingStep
     table: ParameterTable
     configured: str = ""
@@ -135,22 +128,18 @@ class WhatIf:
 
     @property
     def can_predict(self) -> bool:
-        """Whether there are a batch and code for the model."""
         return self.step.model is not None and self.step.batch is not None
 
     @property
     def batch(self) -> Any:
-        """The batch; ``None`` without one."""
         return self.step.batch
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU that the step should fit."""
         return self.step.gpu
 
     @property
     def device(self) -> str:
-        """Whose kernels are assumed."""
         return self.step.device
 
     @property
@@ -175,7 +164,6 @@ class WhatIf:
 
     @property
     def optimizer_name(self) -> str:
-        """Who updates the parameters, for sentences."""
         return " and ".join(self.observed.optimizers) or self.configured or "the optimizer"
 
     @property
@@ -202,7 +190,6 @@ class WhatIf:
         attention: str | None = None,
         limit_s: float = math.inf,
     ) -> MemoryPrediction:
-        """Predict a variant of the step: settings, batch size, sequence length or attention."""
         changes = changes or {}
         num_samples = None if num_samples == self.num_samples else num_samples
         key = self._key(changes, num_samples, length, attention)

@@ -32,19 +32,16 @@ def inner_of(module: nn.Module) -> nn.Module:
 
 
 def is_lightning(module: nn.Module) -> bool:
-    """Return whether a module is a LightningModule of either package."""
     starts = tuple(f"{package}." for package in PACKAGES)
     return any(cls.__module__.startswith(starts) for cls in type(module).__mro__)
 
 
 def installed_package() -> Any:
-    """Import the first of Lightning's two packages that is installed."""
     installed = (name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]))
     return importlib.import_module(next(installed))
 
 
 def wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
-    """Wrap a module in a LightningModule that trains it."""
     package: Any = installed_package()
 
     class Wrapped(_Wrapper, package.LightningModule):  # type: ignore[misc]

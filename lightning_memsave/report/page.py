@@ -37,8 +37,6 @@ CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A table of texts, in which backticks mark code."""
-
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -47,8 +45,6 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """A point of `PageFrontier`."""
-
     device_bytes: int
     time_ratio: float
     exactness: str
@@ -60,8 +56,6 @@ class PagePlan:
 
 @dataclass(frozen=True, slots=True)
 class PageFrontier:
-    """Plans, drawn as memory against time."""
-
     plans: tuple[PagePlan, ...]
     budget_bytes: int
     unchanged_bytes: int

@@ -26,8 +26,6 @@ _COLUMNS = (
 
 
 class _Row(Protocol):
-    """A module with its size, submodules included."""
-
     @property
     def name(self) -> str: ...
     @property

@@ -31,7 +31,6 @@ _FORMS = (
 
 
 def read_comparable(side: Comparable) -> tuple[ParameterTable | SavedPrediction, str]:
-    """Read one side of a comparison, and name it."""
     if isinstance(side, MemoryPrediction):
         return SavedPrediction(side), side.model
     if isinstance(side, ParameterTable):

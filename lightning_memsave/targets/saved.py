@@ -13,8 +13,6 @@ from lightning_memsave.prediction.result import MemoryPrediction
 
 @dataclass(frozen=True, slots=True)
 class SavedPrediction:
-    """A prediction, and the peak that was measured in its run."""
-
     prediction: MemoryPrediction
     measured_bytes: int | None = None
 

@@ -21,8 +21,6 @@ from lightning_memsave.targets.code import call_for_batch
 
 @dataclass(frozen=True)
 class Target:
-    """A model that the user named, and known facts about its training."""
-
     name: str
     kind: Literal["factory", "hugging_face", "lightning_cli", "checkpoint"]
     make: Callable[[], nn.Module] | None = None
@@ -37,7 +35,6 @@ class Target:
         return self.make is not None
 
     def build(self) -> nn.Module:
-        """Construct the model; under a ``FakeTensorMode`` it needs no memory."""
         if self.make is None:
             raise ConfigurationError(
                 f"`{self.name}` is a checkpoint: it has the parameters of a model, but not its "

@@ -26,8 +26,6 @@ _ADDRESS_SPACE_BYTES = 2**36 * _LARGE_SEGMENT_BYTES  # of an expandable segment;
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """Settings of torch's allocator."""
-
     expandable_segments: bool = False
     max_split_bytes: int | None = None
 
@@ -95,7 +93,6 @@ class CachingAllocator:
 
     @property
     def slack_bytes(self) -> int:
-        """Reserved bytes outside of allocated blocks, now."""
         return self.reserved_bytes - self.allocated_bytes
 
     def malloc(self, num_bytes: int, stream: str = "") -> int:
@@ -143,7 +140,6 @@ class CachingAllocator:
         block.pool.put(block.joined())
 
     def replay(self, events: Iterable[Change]) -> None:
-        """Replay the allocations and frees of a program."""
         alive: dict[int, tuple[int, int]] = {}
         for storage, change, *stream in events:
             handle, num_bytes = alive.pop(storage, (0, 0))

@@ -9,8 +9,6 @@ Key = tuple[int, int, "Block"]  # size and address, the order of free blocks; ad
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block of a segment."""
-
     address: int
     size: int
     pool: "Pool"
@@ -27,11 +25,9 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is its whole segment."""
         return self.previous is None and self.next is None
 
     def and_following(self) -> Iterator["Block"]:
-        """Iterate over this block and all following ones of its segment."""
         block: Block | None = self
         while block is not None:
             yield block
@@ -64,8 +60,6 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Pool:
-    """The free list of one allocator pool."""
-
     is_small: bool
     page_bytes: int
     heads: list[Block] = field(default_factory=list)
@@ -73,11 +67,9 @@ class Pool:
     unmapped: list[Key] = field(default_factory=list)
 
     def put(self, block: Block) -> None:
-        """Insert a block into its list."""
         insort(self._list_of(block), _key(block))
 
     def take(self, block: Block) -> None:
-        """Remove a block from its list."""
         blocks = self._list_of(block)
         del blocks[bisect_left(blocks, _key(block))]
 

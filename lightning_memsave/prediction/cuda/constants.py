@@ -9,8 +9,6 @@ from lightning_memsave.units import KIB, MIB, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class _Constants:
-    """What a process needs on a GPU beside tensors."""
-
     context_bytes: int
     workspace_bytes: int
     nccl_bytes: tuple[int, int] = (544 * MIB, 688 * MIB)
@@ -57,12 +55,10 @@ def _constants_of(capability: tuple[int, int]) -> _Constants:
 
 
 def context_bytes(capability: tuple[int, int]) -> int:
-    """Return the bytes of the CUDA context, which are outside of torch's allocator."""
     return _constants_of(capability).context_bytes
 
 
 def distributed_bytes(capability: tuple[int, int], num_processes: int) -> int:
-    """Return the bytes of NCCL in each process, which are outside of torch's allocator."""
     pair, more = _constants_of(capability).nccl_bytes
     return 0 if num_processes < 2 else pair if num_processes == 2 else more
 
@@ -96,7 +92,6 @@ def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) 
 def constant_assumptions(
     capability: tuple[int, int], config: str | None = None, num_processes: int = 1
 ) -> tuple[str, ...]:
-    """Return the assumptions behind these constants, one line each."""
     sizes = workspaces(capability, config)
     nccl_bytes = distributed_bytes(capability, num_processes)
     nccl = (

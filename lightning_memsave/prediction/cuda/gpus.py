@@ -15,8 +15,6 @@ from lightning_memsave.units import GIB, MIB, format_bytes, parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What a device computes and moves in a second, at best."""
-
     float32: float
     tf32: float
     float16: float
@@ -27,8 +25,6 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: memory, compute capability and throughput."""
-
     name: str
     total_bytes: int
     has_bf16: bool = True
@@ -176,7 +172,6 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def as_gpu(gpu: object) -> Gpu | None:
-    """Convert a name or size to a GPU; return a `Gpu` and ``None`` unchanged."""
     if gpu is None or isinstance(gpu, Gpu):
         return gpu
     if not isinstance(gpu, str):

@@ -214,7 +214,6 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def module_assumptions(modules: Iterable[nn.Module], operators: Iterable[str]) -> tuple[str, ...]:
-    """Return assumptions on the CUDA kernels of some modules."""
     lines = []
     if any("convolution" in operator for operator in operators):
         lines.append(

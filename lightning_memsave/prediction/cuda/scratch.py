@@ -20,8 +20,6 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 153
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """How many blocks of threads a GPU runs at once."""
-
     number: int
     capability: tuple[int, int]
 
@@ -31,7 +29,6 @@ class Multiprocessors:
 
 
 def add_scratch(overrides: Overrides, processors: Multiprocessors) -> None:
-    """Override operators so that they allocate the scratch memory of CUDA's kernels."""
     overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash, _flash_copies)
     overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient)
     overrides.add_scratch("embedding_dense_backward", functools.partial(_embedding, processors))

@@ -75,8 +75,6 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _TensorSpec(tuple[Any, ...]):
-    """Shape and type of a tensor, as a cache key."""
-
     __slots__ = ()
 
     def __new__(cls, tensor: Tensor) -> "_TensorSpec":

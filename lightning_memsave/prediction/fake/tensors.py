@@ -94,19 +94,15 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class FakeTensors:
-    """Copies modules and batches to fake tensors; see `fake_tensors`."""
-
     values: KnownValues
     deadline_s: float = math.inf
     gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """Guessed values so far, one line each."""
         return tuple(self.values.guesses)
 
     def copy_module(self, module: ModuleT, without: Sequence[object] = ()) -> ModuleT:
-        """Copy a module to fake tensors; tied parameters stay tied."""
         memo: dict[int, Any] = {id(thing): None for thing in without}
         storages: dict[Any, Tensor] = {}
 
@@ -135,7 +131,6 @@ class FakeTensors:
         return copy
 
     def copy_batch(self, batch: Any) -> Any:
-        """Copy a batch to fake tensors; the values of small integer tensors stay known."""
         return map_tensors(batch, self._make_once, in_objects=True)
 
     def copy_whole_batch(self, batch: Any) -> Any:
@@ -165,7 +160,6 @@ class FakeTensors:
 
 
 def real_tensors() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which real tensors are made inside `fake_tensors`."""
     return _disable_current_modes()
 
 
