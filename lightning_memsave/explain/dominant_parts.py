@@ -145,12 +145,7 @@ def _single_group(table: ParameterTable, entry: TensorEntry) -> ParameterGroup:
 
 
 def format_count(number: int) -> str:
-    """Write a number of parameters shortly.
-
-    Example:
-        >>> format_count(12_596_224), format_count(1_557_611_200), format_count(50_257)
-        ('12.6M', '1.6B', '50,257')
-    """
+    """Write a number of parameters shortly."""
     for size, letter in ((10**9, "B"), (10**6, "M")):
         if number >= size:
             return f"{number / size:.1f}{letter}"
@@ -180,14 +175,7 @@ def explain_parameters(
     costs: ModelStates | None = None,
     cardinalities: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Say what dominates a model and why.
-
-    Example:
-        >>> from lightning_memsave.measure.parameters import parameter_table
-        >>> table = parameter_table({"embed.weight": (50000, 64), "head.weight": (10, 64)})
-        >>> explain_parameters(table)[0]
-        'The embedding table `embed` (50,000 x 64) holds 100.0 % of the 3,200,640 parameters.'
-    """
+    """Say what dominates a model and why."""
     if table.num_parameters == 0:
         return _lazy(table) or [f"{table.model} has no parameters."]
     tables = embedding_tables(table)

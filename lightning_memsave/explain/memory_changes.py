@@ -201,12 +201,7 @@ class MemoryComparison:
 
 
 def grouped(changes: Sequence[Change]) -> list[Change]:
-    """Put the same change of several blocks into one.
-
-    Example:
-        >>> [c.name for c in grouped([Change("layer.0.fc", 4, 8), Change("layer.1.fc", 4, 8)])]
-        ['layer.*.fc (2 x)']
-    """
+    """Put the same change of several blocks into one."""
     found: dict[tuple[str, object], list[Change]] = {}
     for change in changes:
         template = block_template(change.name)

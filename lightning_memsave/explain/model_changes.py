@@ -29,10 +29,6 @@ def align_names(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
 
     Equal names do, apart from those of torch's wrappers; and of what is then left, those that are
     equal but for one prefix, such as ``"model"``.
-
-    Example:
-        >>> align_names(["net.0.weight", "x.bias"], ["model.net.0.weight", "model.x.bias"])
-        {'net.0.weight': 'model.net.0.weight', 'x.bias': 'model.x.bias'}
     """
     left, right = _cleaned(a), _cleaned(b)
     found = {left.pop(name): right.pop(name) for name in list(left) if name in right}
@@ -73,11 +69,6 @@ def compare_parameters(
     """Find which modules have more or fewer parameters, or exist on one side only.
 
     Modules are told by their names; prefixes that wrappers add are ignored.
-
-    Example:
-        >>> found = compare_parameters({"head.weight": (10, 4)}, {"model.head.weight": (20, 4)})
-        >>> [(change.name, change.difference, change.detail) for change in found.modules]
-        [('model.head', 40, 'weight 10 x 4 -> 20 x 4')]
     """
     first, second = (
         side if isinstance(side, ParameterTable) else parameter_table(side) for side in (a, b)

@@ -75,12 +75,6 @@ def model_states(
     Note:
         All parameters are in group 0 and have no names: settings that depend on these, such as
         32-bit state for embeddings, do not count. A prediction has them.
-
-    Example:
-        >>> from lightning_memsave.measure.parameters import parameter_table
-        >>> table = parameter_table({"weight": (100, 10)})
-        >>> model_states(table, torch.optim.SGD).total_bytes, model_states(table).total_bytes
-        (8000, 16004)
     """
     copies = {entry.name: _copy(entry) for entry in table.parameters if _is_trained(entry)}
     name, state = _state_of(optimizer, list(copies.values()))

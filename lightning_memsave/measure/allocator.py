@@ -19,11 +19,7 @@ class AllocatorReading:
 
 
 def read_allocator(device: torch.device | int | str | None = None) -> AllocatorReading | None:
-    """Read the allocator of a CUDA device, without synchronizing with it.
-
-    Example:
-        >>> torch.cuda.is_available() or read_allocator()
-    """
+    """Read the allocator of a CUDA device, without synchronizing with it."""
     if not torch.cuda.is_available() or torch.device(device or "cuda").type != "cuda":
         return None
     # Not `memory_stats`, which writes and sorts a hundred names for it.
@@ -68,10 +64,5 @@ class HostReading:
 
 
 def read_host_memory() -> HostReading:
-    """Read the host memory of this process.
-
-    Example:
-        >>> read_host_memory().rss_bytes > 10_000_000
-        True
-    """
+    """Read the host memory of this process."""
     return HostReading(int(psutil.Process().memory_info().rss), pinned_bytes())

@@ -30,12 +30,6 @@ class NvmlDevice:
     """One GPU in NVML; a context manager that opens and closes the library.
 
     Never raises if the driver, a GPU or permission is missing: readings have the reason.
-
-    Example:
-        >>> with NvmlDevice(0) as gpu:
-        ...     reading = gpu.read()
-        >>> reading.reason != "" or reading.process_bytes > 0
-        True
     """
 
     def __init__(self, device: torch.device | int | str = 0) -> None:

@@ -141,13 +141,7 @@ class ModuleParameters:
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """The tree of a model's modules with what each one holds.
-
-    Example:
-        >>> table = parameter_table(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 2)))
-        >>> table.num_parameters, table.num_bytes, round(table.modules[1].share, 3)
-        (8018, 32072, 0.998)
-    """
+    """The tree of a model's modules with what each one holds."""
 
     model: str
     entries: tuple[TensorEntry, ...]
@@ -208,10 +202,6 @@ def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> P
         Tied parameters of a mapping are recognised if its values are tensors that share memory. A
         DTensor counts as the whole of it, not as the part that this process has. A parameter that
         is packed, such as a 4-bit one, counts as the elements that are stored.
-
-    Example:
-        >>> parameter_table({"head.weight": (10, 4), "head.bias": ((10,), "bfloat16")}).num_bytes
-        180
     """
     if isinstance(source, nn.Module):
         # Not without duplicates: under its second name a shared module would be missing.

@@ -29,13 +29,7 @@ class LiveStorage:
 
 
 def tensors_in_batch(batch: object) -> Iterator[Tensor]:
-    """Find the tensors of a batch, also in attributes of the user's own classes.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> [tensor.item() for tensor in tensors_in_batch(SimpleNamespace(x=torch.tensor(1)))]
-        [1]
-    """
+    """Find the tensors of a batch, also in attributes of the user's own classes."""
     if isinstance(batch, Tensor):
         yield batch
         return
@@ -47,12 +41,7 @@ def tensors_in_batch(batch: object) -> Iterator[Tensor]:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Find the tensors of a nested structure.
-
-    Example:
-        >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2)]})]
-        [1, 2]
-    """
+    """Find the tensors of a nested structure."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -182,17 +182,7 @@ class Diagnosis:
 def diagnose(
     oom: OutOfMemory, allocator_settings: str = "", run: RunFacts | None = None
 ) -> Diagnosis:
-    """Say why memory ran out, from the figures of the message and what is known of the run.
-
-    Example:
-        >>> from lightning_memsave.oom.message import read_out_of_memory
-        >>> oom = read_out_of_memory(
-        ...     "CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 15.90 GiB total capacity; "
-        ...     "9.00 GiB already allocated; 0.50 GiB free; 14.50 GiB reserved in total by PyTorch)"
-        ... )
-        >>> diagnose(oom).cause
-        'fragmentation'
-    """
+    """Say why memory ran out, from the figures of the message and what is known of the run."""
     shares = shares_of(oom)
     cause, reason = cause_of(oom, shares)
     run = run or RunFacts()

@@ -128,15 +128,6 @@ def read_out_of_memory(text: str) -> OutOfMemory:
 
     Reads the messages of torch since 1.0, on CUDA with either allocator backend, on ROCm and the
     CPU, and those of CUDA's libraries.
-
-    Example:
-        >>> oom = read_out_of_memory(
-        ...     "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.90 GiB "
-        ...     "total capacity; 13.98 GiB already allocated; 1.03 GiB free; 14.19 GiB reserved "
-        ...     "in total by PyTorch)"
-        ... )
-        >>> oom.requested_bytes == 2 * 2**30, oom.device_index
-        (True, 0)
     """
     # Without white space, because a terminal may have broken a line anywhere.
     words = words_of(text)

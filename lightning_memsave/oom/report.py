@@ -275,13 +275,7 @@ def add_advice(
 
 
 def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
-    """List the tensors of a batch.
-
-    Example:
-        >>> import torch
-        >>> [(t.name, t.shape) for t in describe_batch({"x": [torch.zeros(4, 2)]})]
-        [("batch['x'][0]", (4, 2))]
-    """
+    """List the tensors of a batch."""
     if isinstance(batch, Tensor):
         dtype = str(batch.dtype).removeprefix("torch.")
         yield BatchTensor(name, tuple(batch.shape), dtype, str(batch.device))

@@ -100,12 +100,7 @@ def _can(kind: str, blocks: Sequence[Block]) -> bool:
 
 
 def value_of(kinds: Sequence[str]) -> Any:
-    """Write how blocks are recomputed as the argument `activation_checkpointing`.
-
-    Example:
-        >>> value_of(["full", "full", "keep"]), value_of(["nested", "full", "selective", "keep"])
-        (2, 'nested:1,full:1,selective:1')
-    """
+    """Write how blocks are recomputed as the argument `activation_checkpointing`."""
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds) if kind != KEEP}
     if not counts:
         return None

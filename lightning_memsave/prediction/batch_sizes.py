@@ -28,12 +28,7 @@ class SequenceAxis:
 
 
 def sample_count(batch: Any) -> int | None:
-    """Return the batch size shared by all tensors; other objects are ignored.
-
-    Example:
-        >>> sample_count({"x": torch.zeros(4, 2), "columns": ("a", "b")})
-        4
-    """
+    """Return the batch size shared by all tensors; other objects are ignored."""
     sizes = {tensor.shape[0] for tensor in tensors_in_batch(batch) if tensor.ndim}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -42,10 +37,6 @@ def with_samples(batch: Any, num_samples: int) -> Any:
     """Return the batch with another number of samples, repeating them as needed.
 
     Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
-
-    Example:
-        >>> with_samples([torch.tensor([7, 8, 9]), ["a", "b", "c"]], 4)
-        [tensor([7, 8, 9, 7]), ['a', 'b', 'c', 'a']]
     """
     now = sample_count(batch)
     assert now, "the caller checked `sample_count`"
@@ -59,13 +50,7 @@ def with_samples(batch: Any, num_samples: int) -> Any:
 
 
 def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
-    """Find the sequence axis.
-
-    Example:
-        >>> find_sequence({"input_ids": torch.zeros(8, 128, dtype=torch.long)})
-        SequenceAxis(axis=1, length=128)
-        >>> find_sequence([torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)])
-    """
+    """Find the sequence axis."""
     tensors = list(tensors_in_batch(batch))
     if axis is not None:
         if type(axis) is not int or axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
@@ -81,12 +66,7 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
 
 
 def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
-    """Find the axis whose length is one that the model attends to.
-
-    Example:
-        >>> find_axis([torch.zeros(8, 256, 64), torch.zeros(8)], [256])
-        SequenceAxis(axis=1, length=256)
-    """
+    """Find the axis whose length is one that the model attends to."""
     tensors = list(tensors_in_batch(batch))
     for length in lengths:
         for tensor in tensors:
@@ -99,11 +79,6 @@ def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
     """Return the batch with another sequence length, repeating tokens as needed.
 
     Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
-
-    Example:
-        >>> ids = torch.arange(4).view(1, 4)
-        >>> with_length(ids, find_sequence(ids), 3), with_length(ids, find_sequence(ids), 5)
-        (tensor([[0, 1, 2]]), tensor([[0, 1, 2, 3, 0]]))
     """
 
     def change(tensor: Tensor) -> Tensor:

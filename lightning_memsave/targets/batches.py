@@ -61,15 +61,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """A batch as dtypes and shapes.
-
-    Example:
-        >>> spec = parse_batch("x=float32[8,16],y=int64[8]<10")
-        >>> {name: tuple(tensor.shape) for name, tensor in spec.build().items()}
-        {'x': (8, 16), 'y': (8,)}
-        >>> print(spec)
-        x=float32[8,16],y=int64[8]<10
-    """
+    """A batch as dtypes and shapes."""
 
     structure: Any  # a `TensorSpec`, a tuple of them, or a dict
 

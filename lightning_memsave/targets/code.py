@@ -94,12 +94,7 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments from a shell.
-
-    Example:
-        >>> parse_arguments(["depth=4", "attn_implementation=eager", "lr=0.1", "bias=false"])
-        {'depth': 4, 'attn_implementation': 'eager', 'lr': 0.1, 'bias': False}
-    """
+    """Parse arguments from a shell."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -54,12 +54,7 @@ class Target:
 
 
 def read_batch(text: str, target: Target | None = None) -> tuple[Any, str]:
-    """Make the batch that a user described, for a prediction, and say what it is.
-
-    Example:
-        >>> read_batch("x=int64[2]<1")
-        ({'x': tensor([0, 0])}, 'x=int64[2]<1')
-    """
+    """Make the batch that a user described, for a prediction, and say what it is."""
     where, separator, _ = text.strip().rpartition(":")
     if separator and (where.endswith(".py") or where.replace(".", "").isidentifier()):
         return call_for_batch(text.strip()), text.strip()
@@ -68,12 +63,7 @@ def read_batch(text: str, target: Target | None = None) -> tuple[Any, str]:
 
 
 def make_batch_spec(sizes: str, target: Target | None = None) -> BatchSpec:
-    """Make a batch spec from sizes, or from a description of each tensor.
-
-    Example:
-        >>> print(make_batch_spec("x=fp32[8,10], y=long[8]<3"))
-        x=float32[8,10],y=int64[8]<3
-    """
+    """Make a batch spec from sizes, or from a description of each tensor."""
     numbers = parse_sizes(sizes)
     if numbers is None:
         return parse_batch(sizes)

@@ -71,3 +71,9 @@ def test_a_cut_keeps_the_names_of_the_first_blocks():
     assert "transformer.h.4" in names
     assert "transformer.h.5" not in names
     assert hasattr(model.get_submodule("transformer.h"), "5")  # of the user's model
+
+
+def test_recomputed_blocks_are_written_as_an_argument():
+    assert value_of(["full", "full", "keep"]) == 2
+    kinds = ["nested", "full", "selective", "keep"]
+    assert value_of(kinds) == "nested:1,full:1,selective:1"

@@ -58,15 +58,6 @@ class CachingAllocator:
         and ``roundup_power2_divisions`` and ``garbage_collection_threshold``, which are off by
         default. The driver's choice of addresses is not known; here new segments get higher
         addresses, which only matters between free blocks of equal size.
-
-    Example:
-        >>> allocator = CachingAllocator()
-        >>> handle = allocator.malloc(1_000_000)
-        >>> allocator.allocated_bytes, allocator.reserved_bytes
-        (1000448, 2097152)
-        >>> allocator.free(handle)
-        >>> allocator.allocated_bytes, allocator.reserved_bytes
-        (0, 2097152)
     """
 
     def __init__(
@@ -315,12 +306,6 @@ def least_capacity(
 
     Before it raises, torch returns cached segments to the driver and retries, so this is less than
     the reserved bytes without a limit.
-
-    Example:
-        >>> mib = 2**20
-        >>> events = [(1, 30 * mib), (1, -30 * mib), (2, 40 * mib)]
-        >>> CachingAllocator().reserved_bytes, least_capacity(events, 40 * mib, 70 * mib) // mib
-        (0, 40)
     """
     step = max(_SMALL_SEGMENT_BYTES, high >> 8)
     low -= 1  # `low` itself may be enough

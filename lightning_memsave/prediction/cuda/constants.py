@@ -64,23 +64,13 @@ def distributed_bytes(capability: tuple[int, int], num_processes: int) -> int:
 
 
 def margin_bytes(total_bytes: int, capability: tuple[int, int] = (8, 0)) -> int:
-    """Return the bytes to leave free on a GPU for what a prediction does not know.
-
-    Example:
-        >>> margin_bytes(8 * 2**30), margin_bytes(80 * 10**9)
-        (268435456, 2400000000)
-    """
+    """Return the bytes to leave free on a GPU for what a prediction does not know."""
     share, least_bytes = _constants_of(capability).margin
     return max(int(total_bytes * share), least_bytes)
 
 
 def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
-    """Return the workspaces that cuBLAS holds in torch's allocator after the first matrix product.
-
-    Example:
-        >>> workspaces(config=""), workspaces((9, 0), ""), workspaces(config=":16:8")
-        ((8519680, 8519680), (33554432, 33554432), (131072, 131072))
-    """
+    """Return the workspaces that cuBLAS holds in torch's allocator after a matrix product."""
     if config is None:
         config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     pairs = re.findall(r":(\d+):(\d+)", config)

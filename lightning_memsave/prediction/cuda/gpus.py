@@ -146,14 +146,7 @@ _LEAST_BYTES, _MOST_BYTES = 256 * MIB, 4096 * GIB
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Find a GPU by name, or construct one from a size.
-
-    Example:
-        >>> parse_gpu("rtx 3060 12gb").name, parse_gpu("NVIDIA A100-SXM4-40GB").name
-        ('RTX-3060-12GB', 'A100-40GB')
-        >>> parse_gpu("T4").has_bf16, parse_gpu("12GiB").total_bytes
-        (False, 12884901888)
-    """
+    """Find a GPU by name, or construct one from a size."""
     if re.match(r"\s*[-+]?[\d.]+\s*([KMG]i?B|B)?\s*$", text, re.IGNORECASE) and not _find_by_name(
         text
     ):

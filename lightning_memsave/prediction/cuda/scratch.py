@@ -50,12 +50,6 @@ def reduction_scratch(
     """Return what a sum, mean or norm needs where several blocks of threads share a result.
 
     As ``setReduceConfig`` in Reduce.cuh: partial results, and a counter for each group of blocks.
-
-    Example:
-        >>> import torch
-        >>> grad = torch.empty(8192, 768, dtype=torch.bfloat16, device="meta")
-        >>> reduction_scratch(grad, 0, Multiprocessors(28, (8, 6)))
-        (22020096, 24)
     """
     reduced, kept = _split_axes(input, dim)
     num_inputs, num_outputs = (math.prod(size for size, _ in axes) for axes in (reduced, kept))
