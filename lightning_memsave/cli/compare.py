@@ -82,7 +82,7 @@ class _Case:
 
 
 def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case] | None:
-    from lightning_memsave.targets.saved import read_saved
+    from lightning_memsave.targets.comparable import read_saved
 
     saved = [read_saved(name) for name in names]
     models = [name for name, found in zip(names, saved, strict=True) if found is None]

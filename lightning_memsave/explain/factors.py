@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.dominant_parts import embedding_tables, explain_parameters
+from lightning_memsave.explain.dominant_parts import (
+    ModelStates,
+    embedding_tables,
+    explain_parameters,
+    model_states,
+)
 from lightning_memsave.explain.finding import Figure, Finding, Verdict, finding_of, unknown_finding
 from lightning_memsave.explain.growth import batch_size, scores_of, sequence_length
-from lightning_memsave.explain.model_states import ModelStates, model_states
 from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.prediction.peaks import NUM_LARGEST
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory

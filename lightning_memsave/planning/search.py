@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.block_costs import KEEP
+from lightning_memsave.planning.block_costs import KEEP, choices, value_of
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.candidates import MICRO_BATCH, advised_against
 from lightning_memsave.planning.constants import (
@@ -21,10 +21,15 @@ from lightning_memsave.planning.constants import (
     RESERVE,
     SLACK,
 )
-from lightning_memsave.planning.frontier import shown_frontier, thinned_frontier
 from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
-from lightning_memsave.planning.recorded_blocks import choices, value_of
-from lightning_memsave.planning.variant import NOT_ADVISED, RECOMPUTED, Estimate, Variant
+from lightning_memsave.planning.variant import (
+    NOT_ADVISED,
+    RECOMPUTED,
+    Estimate,
+    Variant,
+    shown_frontier,
+    thinned_frontier,
+)
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction

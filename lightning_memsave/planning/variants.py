@@ -9,7 +9,7 @@ from typing import Any
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.dominant_parts import embedding_tables
-from lightning_memsave.planning.block_costs import KEEP, BlockCosts
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts, RecordedBlocks, value_of
 from lightning_memsave.planning.candidates import (
     MICRO_BATCH,
     OFFLOAD,
@@ -25,7 +25,6 @@ from lightning_memsave.planning.constants import (
     NEAR,
     SMALLER,
 )
-from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variant import (
     NO_LIMIT,

@@ -37,8 +37,12 @@ from lightning_memsave.prediction.cuda.kernels import (
     cuda_kernels,
     module_assumptions,
 )
-from lightning_memsave.prediction.fake.function_caches import cached_functions
-from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors, remedy_for
+from lightning_memsave.prediction.fake.tensors import (
+    FakeTensors,
+    cached_functions,
+    fake_tensors,
+    remedy_for,
+)
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory

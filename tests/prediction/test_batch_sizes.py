@@ -1,6 +1,6 @@
 import torch
 
-from lightning_memsave.prediction.batch_sizes import (
+from lightning_memsave.prediction.what_if import (
     SequenceAxis,
     find_axis,
     find_sequence,
@@ -26,6 +26,6 @@ def test_the_axis_of_the_sequence_is_found():
 
 def test_tokens_are_cut_and_repeated():
     ids = torch.arange(4).view(1, 4)
-    sequence = find_sequence(ids)
+    sequence = SequenceAxis(1, 4)
     assert with_length(ids, sequence, 3).tolist() == [[0, 1, 2]]
     assert with_length(ids, sequence, 5).tolist() == [[0, 1, 2, 3, 0]]

@@ -1,12 +1,15 @@
 """Copy modules and batches to fake tensors, and let training code run on them."""
 
 import contextlib
+import functools
+import gc
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +21,50 @@ from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.core.saved_state import RandomState
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.fake.copies import Copier, keep_originals
-from lightning_memsave.prediction.fake.function_caches import fake_results_forgotten
 from lightning_memsave.prediction.fake.values import (
     KnownInFunctions,
     KnownValues,
     copy_value,
     is_kept,
 )
+
+_Cached: TypeAlias = "functools._lru_cache_wrapper[Any]"
+_TYPE = type(functools.lru_cache(lambda: None))
+_known: WeakSet[_Cached] = WeakSet()
+_num_modules = [0]  # when they were listed
+
+
+@contextlib.contextmanager
+def fake_results_forgotten() -> Iterator[None]:
+    """Clear, at the end, caches of functions that hold results with fake tensors.
+
+    Models keep what depends on shapes alone, such as the positions of patches (Sapiens2) or anchors
+    (RT-DETR): training would go on with fake tensors, and its losses would be fake as well.
+    """
+    before = {cached: cached.cache_info().misses for cached in cached_functions()}
+    try:
+        yield
+    finally:
+        for cached in cached_functions():
+            if cached.cache_info().misses != before.get(cached, 0) and _has_fake(cached):
+                cached.cache_clear()
+
+
+def _has_fake(cached: _Cached) -> bool:
+    # Arguments and results are what it refers to.
+    found = tensors_in(gc.get_referents(cached))
+    return any(isinstance(tensor, FakeTensor) for tensor in found)
+
+
+def cached_functions() -> list[_Cached]:
+    """List the functions with caches; not those that `gc.freeze` hid before they were listed."""
+    # There are a million objects to look through, in a tenth of a second: only after imports.
+    if len(sys.modules) != _num_modules[0]:
+        _num_modules[0] = len(sys.modules)
+        _known.update(one for one in gc.get_objects() if type(one) is _TYPE)
+    return list(_known)
 
 
 @contextlib.contextmanager
