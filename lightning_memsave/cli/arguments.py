@@ -238,6 +238,16 @@ def predict_on(
     return next(iter(found.values())), tuple(fits)
 
 
+def write_page_for(
+    path: str, predictions: Any, fits: Sequence["GpuFit"], *, title: str, **more: Any
+) -> None:
+    """Write a page about the first GPU, if there is one."""
+    from lightning_memsave.report.page import write_page
+
+    size, name = (fits[0].gpu.total_bytes, fits[0].gpu.known_name) if fits else (None, "")
+    write_page(path, predictions, title=title, device_capacity_bytes=size, device_name=name, **more)
+
+
 # GPUs of one generation run the same kernels, but for those of 8.6 and 8.9 beside 8.0.
 def kernels_of(gpu: "Gpu | None") -> object:
     """Give a key that is equal for GPUs whose predictions are equal."""

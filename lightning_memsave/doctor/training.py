@@ -1,7 +1,6 @@
 """The checks, and what they find wrong with a model and its training: `check_training`."""
 
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -9,6 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_memsave.core.plain_text import wrapped
 from lightning_memsave.core.versions import installed_versions
 from lightning_memsave.doctor import environment_checks, model_checks
 from lightning_memsave.doctor.subject import Subject
@@ -95,24 +95,10 @@ class TrainingCheck:
         parts = [f"{self.model}: {found}"]
         for problem in self.problems:
             said = (problem.what, f"{problem.why}.", problem.fix)
-            parts.append("\n".join([problem.check, *map(_indented, said)]))
-        parts += [_wrapped(f"note: {note}") for note in self.notes]
+            lines = (wrapped(text, width=_WIDTH, first="  ", indent="  ") for text in said)
+            parts.append("\n".join([problem.check, *lines]))
+        parts += [wrapped(f"note: {note}", width=_WIDTH) for note in self.notes]
         return "\n\n".join(parts)
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _indented(text: str) -> str:
-    return _wrapped(text, "  ")
 
 
 def check_step(

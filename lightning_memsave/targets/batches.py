@@ -65,11 +65,7 @@ class BatchSpec:
 
     structure: Any  # a `TensorSpec`, a tuple of them, or a dict
 
-    def build(self, seed: int = 0) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        return self._each(lambda spec: spec.build(generator))
-
-    def build_for_prediction(self) -> Any:
+    def build(self) -> Any:
         """Make the batch for a prediction, which needs no values of large tensors (on ``meta``)."""
         generator = torch.Generator().manual_seed(0)
 

@@ -59,7 +59,7 @@ def read_batch(text: str, target: Target | None = None) -> tuple[Any, str]:
     if separator and (where.endswith(".py") or where.replace(".", "").isidentifier()):
         return call_for_batch(text.strip()), text.strip()
     spec = make_batch_spec(text, target)
-    return spec.build_for_prediction(), str(spec)
+    return spec.build(), str(spec)
 
 
 def make_batch_spec(sizes: str, target: Target | None = None) -> BatchSpec:
