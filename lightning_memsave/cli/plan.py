@@ -157,7 +157,7 @@ def _cases(
         # A wrong budget is an error before anything is predicted.
         budgets = [budget_of(step, budget) for step in steps]
         for what_if, budget_bytes in zip(steps, budgets, strict=True):
-            gpu = what_if.gpu
+            gpu = what_if.step.gpu
             kernels = kernels_of(gpu)
             if kernels not in unchanged:
                 unchanged[kernels] = unchanged_step(what_if)
@@ -168,7 +168,7 @@ def _cases(
             else:
                 search = search_of(what_if, exactness, arguments.time_limit)
             searches[kernels] = search
-            margin_bytes = margin_of(budget_bytes, gpu, what_if.device)
+            margin_bytes = margin_of(budget_bytes, gpu, what_if.step.device)
             case = _Case(gpu, budget_bytes, margin_bytes, unchanged[kernels])
             found.append(_planned(case, search, target.name, arguments))
     return found

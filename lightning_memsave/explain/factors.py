@@ -11,7 +11,13 @@ from lightning_memsave.explain.dominant_parts import (
     explain_parameters,
     model_states,
 )
-from lightning_memsave.explain.finding import Figure, Finding, Verdict, finding_of, unknown_finding
+from lightning_memsave.explain.finding import (
+    Figure,
+    Finding,
+    finding_of,
+    unknown_finding,
+    verdict_of,
+)
 from lightning_memsave.explain.growth import batch_size, scores_of, sequence_length
 from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.prediction.peaks import NUM_LARGEST
@@ -111,9 +117,8 @@ def cardinality(what_if: WhatIf) -> Finding:
     if logits:
         sentence += f", and {format_bytes(of_logits)} of logits"
     whole = what_if.base().peak_bytes if what_if.can_predict else costs.total_bytes
-    verdict: Verdict = "matters" if num_bytes >= 0.05 * whole else "does not matter"
     figures = {"table_bytes": of_tables, "logits_bytes": of_logits}
-    return Finding(name, verdict, num_bytes, f"{sentence}.", figures)
+    return Finding(name, verdict_of(num_bytes, whole), num_bytes, f"{sentence}.", figures)
 
 
 def _with_name(costs: ModelStates) -> str:
@@ -136,9 +141,10 @@ def structure(what_if: WhatIf) -> Finding:
     remark = f" at the peak; {costs.remark}" if costs.remark else ""
     sentence = f"{what[0].upper()}{what[1:]}: {format_bytes(total)}{remark}."
     whole = what_if.base().peak_bytes if what_if.can_predict else total
-    verdict: Verdict = "matters" if total >= 0.05 * whole and total else "does not matter"
     figures = {"num_parameters": what_if.table.num_parameters}
-    return Finding("model structure", verdict, total, f"{sentence} {largest}", figures)
+    return Finding(
+        "model structure", verdict_of(total, whole), total, f"{sentence} {largest}", figures
+    )
 
 
 _NAME = "attention kernel"

@@ -34,10 +34,11 @@ def finding_of(
     **figures: Figure,
 ) -> Finding:
     """Build a finding; its verdict follows from its share of the peak."""
-    verdict: Verdict = (
-        "matters" if num_bytes >= MATTERS * base.peak_bytes and num_bytes else "does not matter"
-    )
-    return Finding(name, verdict, num_bytes, sentence, figures)
+    return Finding(name, verdict_of(num_bytes, base.peak_bytes), num_bytes, sentence, figures)
+
+
+def verdict_of(num_bytes: int, whole_bytes: int) -> Verdict:
+    return "matters" if num_bytes >= MATTERS * whole_bytes and num_bytes else "does not matter"
 
 
 def unknown_finding(name: str, why: str) -> Finding:

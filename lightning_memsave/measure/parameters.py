@@ -37,22 +37,14 @@ class TensorEntry:
 _Keyed = tuple[object, TensorEntry]
 
 
-def entries_of_module(module: nn.Module) -> tuple[TensorEntry, ...]:
-    return tuple(_joined(_of_module(module)))
-
-
-def entries_of_mapping(source: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
-    return tuple(_joined(_of_mapping(source)))
-
-
 # Tied parameters come with the same key.
-def _joined(keyed: Iterator[_Keyed]) -> list[TensorEntry]:
+def _joined(keyed: Iterator[_Keyed]) -> tuple[TensorEntry, ...]:
     found: dict[object, TensorEntry] = {}
     for key, entry in keyed:
         first = found.setdefault(key, entry)
         if first is not entry:
             found[key] = replace(first, aliases=(*first.aliases, entry.name))
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _of_module(module: nn.Module) -> Iterator[_Keyed]:
@@ -209,13 +201,13 @@ def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> P
             name: type(module).__name__
             for name, module in source.named_modules(remove_duplicate=False)
         }
-        return ParameterTable(model or type(source).__name__, entries_of_module(source), classes)
+        return ParameterTable(model or type(source).__name__, _joined(_of_module(source)), classes)
     if not isinstance(source, Mapping):
         raise ConfigurationError(
             f"A {type(source).__name__} has no parameters to count. Pass a module, or a mapping of "
             "names to tensors or shapes such as `module.state_dict()`."
         )
-    return ParameterTable(model or "checkpoint", entries_of_mapping(source))
+    return ParameterTable(model or "checkpoint", _joined(_of_mapping(source)))
 
 
 def ancestors(name: str) -> Iterator[str]:

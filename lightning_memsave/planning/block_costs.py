@@ -12,8 +12,8 @@ from torch import nn
 from lightning_memsave.core.blocks import Block, ancestors, find_blocks
 from lightning_memsave.planning.constants import MOST_NESTED
 from lightning_memsave.planning.step_time import PASSES, Lane, Rates, lane_of
-from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.user_code import build_without_data
 from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.prediction.work import launches_of
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -325,14 +325,8 @@ class RecordedBlocks:
     def of(
         cls, what_if: WhatIf, selectors: Any = None, *, may_be_cut: bool = True
     ) -> "RecordedBlocks":
-        step = what_if.step
-        if isinstance(step.model, nn.Module):
-            return cls._of(step.model, what_if, selectors, may_be_cut=may_be_cut)
-        with fake_tensors():
-            assert step.model is not None, "checked before"
-            module = step.model()
-            if callable(configure := getattr(module, "configure_model", None)):
-                configure()
+        model = what_if.step.model
+        module = model if isinstance(model, nn.Module) else build_without_data(model)
         return cls._of(module, what_if, selectors, may_be_cut=may_be_cut)
 
     @classmethod

@@ -77,11 +77,11 @@ def candidates_of(what_if: WhatIf, settings: Mapping[str, Any] | None = None) ->
     now = CurrentSettings(
         step.effective_settings,
         step.precision,
-        what_if.gpu is None or what_if.gpu.has_bf16,
+        what_if.step.gpu is None or what_if.step.gpu.has_bf16,
         what_if.num_samples or 0,
         dominant_embedding(what_if.table),
         what_if.overflows,
-        what_if.device,
+        what_if.step.device,
     )
     return single_candidates(now)
 

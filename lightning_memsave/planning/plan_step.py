@@ -25,7 +25,7 @@ def plan_what_if(
 
 def budget_of(what_if: WhatIf, budget: Any) -> int:
     """Read a budget in bytes for the device of a step; ``None`` is all memory of its GPU."""
-    gpu = what_if.gpu
+    gpu = what_if.step.gpu
     if budget is None and gpu is None:
         raise ConfigurationError(
             'A plan needs a budget. Use `budget="12GiB"`, or `gpu="RTX 3060"` for all of its '

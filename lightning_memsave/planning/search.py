@@ -169,7 +169,7 @@ class PlanSearch:
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
         """Share what was predicted with a search for another GPU with the same kernels."""
-        device = self._what_if.device
+        device = self._what_if.step.device
         variants = self._variants.on(gpu, rates_of(gpu, device), limit_s)
         free = functools.partial(margin_of, gpu=gpu, device=device)
         return PlanSearch(variants, margin_of=free, given=self._given)
@@ -430,7 +430,7 @@ class PlanSearch:
             variants.host_budget_bytes, variants.is_smallest = budget_bytes, False
 
     def _ways_out(self, least_bytes: int, room: int) -> str:
-        gpu = self._what_if.gpu
+        gpu = self._what_if.step.gpu
         ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
         if gpu is not None and least_bytes > gpu.total_bytes:
             ways = [f"a GPU with {format_bytes(least_bytes)}"]
@@ -488,9 +488,9 @@ def search_for(
         replace(what_if, step=replace(step, settings=fixed), _known={}),
         open_arguments,
         exactness,
-        rates_of(what_if.gpu, what_if.device, is_local=step.fit is not None),
+        rates_of(what_if.step.gpu, what_if.step.device, is_local=step.fit is not None),
         limit_s,
         details=details,
     )
-    free = functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device)
+    free = functools.partial(margin_of, gpu=what_if.step.gpu, device=what_if.step.device)
     return PlanSearch(variants, margin_of=free, given=given)

@@ -198,7 +198,7 @@ class Variants:
 
     def on_host(self, *, in_parts: bool) -> Iterator[Variant]:
         """Record variants with something in host memory, beside everything that helps."""
-        if OFFLOAD not in self._open or self.what_if.device == "cpu":
+        if OFFLOAD not in self._open or self.what_if.step.device == "cpu":
             return
         chosen = self._helpful()
         tried: set[str] = set()  # forms may become smaller meanwhile
@@ -350,7 +350,7 @@ class Variants:
 
     # On a CPU precision stays as it is.
     def _may_set(self, name: str, value: Any) -> bool:
-        if name == "precision" and self.what_if.device == "cpu":
+        if name == "precision" and self.what_if.step.device == "cpu":
             return False
         given = self.what_if.step.settings.get(name)
         return name in self._open or given == value

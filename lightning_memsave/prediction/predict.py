@@ -45,7 +45,7 @@ from lightning_memsave.prediction.fake.tensors import (
 )
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
-from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.simulate import (
     MAX_ACCUMULATED,
     SimulationSettings,
@@ -98,13 +98,8 @@ def summarise(
         kept_gradient_bytes=recording.kept_gradient_bytes,
         by_phase=peaks.by_phase,
         modules=tuple(
-            ModuleMemory(
-                info.name,
-                info.class_name,
-                info.num_parameters,
-                by_module.get(info.name, MemoryBreakdown()),
-            )
-            for info in recording.modules
+            replace(module, memory=by_module.get(module.name, MemoryBreakdown()))
+            for module in recording.modules
         ),
         largest_tensors=peaks.largest(),
         peak_phase=peaks.event.phase,

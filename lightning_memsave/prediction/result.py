@@ -27,7 +27,7 @@ class ModuleMemory:
     name: str
     class_name: str
     num_parameters: int
-    memory: MemoryBreakdown
+    memory: MemoryBreakdown = field(default_factory=MemoryBreakdown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,12 @@ class GpuFit:
             f"{verb} {self.gpu.name} ({format_bytes(self.gpu.total_bytes)}): it needs "
             f"{format_bytes(self.needed_bytes)}, {over}"
         )
+
+
+_SIZES = (
+    *("allocated_bytes", "reserved_bytes", "least_reserved_bytes", "context_bytes"),
+    *("workspace_bytes", "kept_gradient_bytes", "pageable_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -231,30 +237,21 @@ class MemoryPrediction(JupyterMixin):
         Returns:
             The fields by name; breakdowns as ``peak_bytes`` and ``by_category``.
         """
+
+        def fields(*names: str) -> dict[str, Any]:
+            return {name: getattr(self, name) for name in names}
+
         return {
-            "device": self.device,
-            "model": self.model,
-            "num_parameters": self.num_parameters,
-            "peak_bytes": self.peak_bytes,
+            **fields("device", "model", "num_parameters", "peak_bytes"),
             "by_category": self.peak.by_category(),
             "host_bytes": self.peak.host_bytes,
             "device_bytes": self.device_bytes,
-            "allocated_bytes": self.allocated_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "least_reserved_bytes": self.least_reserved_bytes,
-            "context_bytes": self.context_bytes,
-            "workspace_bytes": self.workspace_bytes,
-            "kept_gradient_bytes": self.kept_gradient_bytes,
-            "pageable_bytes": self.pageable_bytes,
+            **fields(*_SIZES),
             "by_phase": {
                 phase: {"peak_bytes": memory.total_bytes, "by_category": memory.by_category()}
                 for phase, memory in self.by_phase.items()
             },
-            "peak": {
-                "phase": self.peak_phase,
-                "module": self.peak_module,
-                "op": self.peak_op,
-            },
+            "peak": {"phase": self.peak_phase, "module": self.peak_module, "op": self.peak_op},
             "modules": [
                 {
                     "name": module.name,
@@ -272,10 +269,8 @@ class MemoryPrediction(JupyterMixin):
                 "by_category": {k: list(v) for k, v in self.timeline.by_category.items()},
                 "peak_index": self.timeline.peak_index,
             },
-            "settings": dict(self.settings),
-            "ineffective": dict(self.ineffective),
-            "assumptions": list(self.assumptions),
-            "guesses": list(self.guesses),
+            **{name: dict(value) for name, value in fields("settings", "ineffective").items()},
+            **{name: list(value) for name, value in fields("assumptions", "guesses").items()},
             "seconds": self.seconds,
         }
 
@@ -330,12 +325,7 @@ class MemoryPrediction(JupyterMixin):
                 {k: tuple(v) for k, v in found["timeline"]["by_category"].items()},
                 found["timeline"]["peak_index"],
             ),
-            allocated_bytes=found.get("allocated_bytes"),
-            reserved_bytes=found["reserved_bytes"],
-            least_reserved_bytes=found.get("least_reserved_bytes"),
-            context_bytes=found["context_bytes"],
-            workspace_bytes=found.get("workspace_bytes", 0),
-            kept_gradient_bytes=found.get("kept_gradient_bytes", 0),
+            **{name: found[name] for name in _SIZES if name in found},
             settings=found["settings"],
             ineffective=found.get("ineffective", {}),
             assumptions=tuple(found["assumptions"]),

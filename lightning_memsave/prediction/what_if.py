@@ -20,7 +20,6 @@ from lightning_memsave.core.nested import (
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.measure.parameters import ParameterTable, parameter_table
 from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
-from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -243,28 +242,16 @@ class WhatIf:
         return self.step.model is not None and self.step.batch is not None
 
     @property
-    def batch(self) -> Any:
-        return self.step.batch
-
-    @property
-    def gpu(self) -> Gpu | None:
-        return self.step.gpu
-
-    @property
-    def device(self) -> str:
-        return self.step.device
-
-    @property
     def num_samples(self) -> int | None:
         """Samples of the batch; ``None`` if they cannot be counted."""
-        return sample_count(self.batch)
+        return sample_count(self.step.batch)
 
     @property
     def sequence(self) -> SequenceAxis | None:
         """Where the sequence runs in the batch: token ids, or else what is attended to."""
         if self.known_sequence is not None or not self.can_predict:
             return self.known_sequence
-        return find_axis(self.batch, self.lengths)
+        return find_axis(self.step.batch, self.lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -288,7 +275,7 @@ class WhatIf:
         key = self._key({}, None, None, None)
         if not isinstance(self._known.get(key), MemoryPrediction):
             with self.observed.looking():
-                self._known[key] = self._predict({}, self.batch, None)
+                self._known[key] = self._predict({}, self.step.batch, None)
         found = self._known[key]
         assert isinstance(found, MemoryPrediction), "it was made above"
         return found
@@ -307,7 +294,7 @@ class WhatIf:
         key = self._key(changes, num_samples, length, attention)
         if key not in self._known:
             try:
-                batch = self.batch
+                batch = self.step.batch
                 if num_samples is not None:
                     batch = with_samples(batch, num_samples)
                 if length is not None and self.sequence is not None:

@@ -194,7 +194,7 @@ def explain_what_if(
         answers,
         what_if.base() if what_if.can_predict else None,
         found,
-        what_if.gpu,
+        what_if.step.gpu,
         what_if.num_predictions,
     )
 

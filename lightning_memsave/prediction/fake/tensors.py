@@ -6,6 +6,7 @@ import gc
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -54,8 +55,10 @@ def fake_results_forgotten() -> Iterator[None]:
 
 def _has_fake(cached: _Cached) -> bool:
     # Arguments and results are what it refers to.
-    found = tensors_in(gc.get_referents(cached))
-    return any(isinstance(tensor, FakeTensor) for tensor in found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mappings of others may warn when they are read
+        found = tensors_in(gc.get_referents(cached))
+        return any(isinstance(tensor, FakeTensor) for tensor in found)
 
 
 def cached_functions() -> list[_Cached]:
