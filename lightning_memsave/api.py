@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.doctor.training import TrainingCheck, check_step
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.memory_changes import MemoryComparison
-from lightning_memsave.explain.model_changes import compare_parameters, compare_predictions
+from lightning_memsave.explain.memory_changes import (
+    MemoryComparison,
+    compare_parameters,
+    compare_predictions,
+)
 from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.planning.plan_step import plan_what_if
@@ -27,9 +30,8 @@ from lightning_memsave.prediction.training_step import (
 from lightning_memsave.prediction.user_code import build_without_data, explained
 from lightning_memsave.prediction.what_if import WhatIf, what_if_of
 from lightning_memsave.report.explanation import MemoryExplanation, explain_what_if
-from lightning_memsave.targets.comparable import Comparable, read_comparable
+from lightning_memsave.targets.comparable import Comparable, SavedPrediction, read_comparable
 from lightning_memsave.targets.find import load_target
-from lightning_memsave.targets.saved import SavedPrediction
 from lightning_memsave.targets.target import Target, read_batch
 
 PLANNED: Mapping[str, Any] = {"budget": "auto"}

@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_memsave.prediction.fake.function_caches import cached_functions
+from lightning_memsave.prediction.fake.tensors import cached_functions
 from tests.helpers import seed_torch, set_other_defaults
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

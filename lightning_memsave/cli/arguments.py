@@ -20,7 +20,6 @@ _TIME_LIMIT_S = 300.0
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe the model."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--arg",
@@ -42,7 +41,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_step_arguments(
     parser: argparse.ArgumentParser, *, needs_batch: bool, limited: str = "each prediction"
 ) -> None:
-    """Add the arguments that describe the training step; ``limited`` is what has a time limit."""
     group = parser.add_argument_group("training step")
     group.add_argument(
         "--batch",
@@ -95,7 +93,6 @@ def add_step_arguments(
 
 
 def add_settings_arguments(parser: "argparse._ActionsContainer") -> None:
-    """Add the arguments that describe `MemSaveCallback` and the precision."""
     parser.set_defaults(base={"preset": "off"})  # what is trained with without `--memsave`
     parser.add_argument(
         "--memsave",
@@ -123,7 +120,6 @@ def refuse_step_arguments(arguments: argparse.Namespace, fix: str) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Read a number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
@@ -140,7 +136,6 @@ def _seconds(text: str) -> float:
 
 
 def show_notes(notes: Sequence[str], page: str | None) -> None:
-    """Print notes, and the path of the page if one was written."""
     from rich.text import Text
 
     from lightning_memsave.report.text import show
@@ -216,7 +211,6 @@ _ONE_DEVICE = (None, "auto", "ddp", "single_device")
 
 
 def read_gpus(arguments: argparse.Namespace) -> tuple["Gpu", ...]:
-    """Read the GPUs that the step should fit."""
     from lightning_memsave.prediction.cuda.gpus import parse_gpu
 
     return tuple(parse_gpu(part) for text in arguments.gpu for part in text.split(","))
@@ -228,7 +222,6 @@ def predict_on(
     step: "TrainingStep",
     settings: Mapping[str, Any] | None = None,
 ) -> tuple["MemoryPrediction", tuple["GpuFit", ...]]:
-    """Predict the step of the model called ``name`` for each GPU."""
     from lightning_memsave.api import with_instances
     from lightning_memsave.prediction.predict import predict
 
@@ -243,6 +236,16 @@ def predict_on(
         if gpu is not None:
             fits.append(found[key].fits(gpu))
     return next(iter(found.values())), tuple(fits)
+
+
+def write_page_for(
+    path: str, predictions: Any, fits: Sequence["GpuFit"], *, title: str, **more: Any
+) -> None:
+    """Write a page about the first GPU, if there is one."""
+    from lightning_memsave.report.page import write_page
+
+    size, name = (fits[0].gpu.total_bytes, fits[0].gpu.known_name) if fits else (None, "")
+    write_page(path, predictions, title=title, device_capacity_bytes=size, device_name=name, **more)
 
 
 # GPUs of one generation run the same kernels, but for those of 8.6 and 8.9 beside 8.0.
@@ -323,7 +326,6 @@ def _check_optimizer(target: "Target") -> None:
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read ``NAME=VALUE`` arguments of `MemSaveCallback`."""
     from lightning_memsave.targets.code import parse_arguments
 
     return parse_arguments(pairs)
@@ -350,12 +352,10 @@ def callback_settings(
 
 
 def notes_of(target: "Target") -> tuple[str, ...]:
-    """Give the notes on a model and its Trainer."""
     return (*target.notes, *strategy_notes(target.trainer_arguments))
 
 
 def strategy_notes(found: Mapping[str, Any]) -> list[str]:
-    """Say that a strategy in the Trainer's arguments is ignored."""
     strategy, notes = found.get("strategy"), []
     if strategy not in _ONE_DEVICE:
         name = strategy.get("class_path") if isinstance(strategy, dict) else strategy

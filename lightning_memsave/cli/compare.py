@@ -15,7 +15,9 @@ from lightning_memsave.cli.arguments import (
     read_gpus,
     read_step,
     refuse_step_arguments,
+    running_code_of,
     show_notes,
+    write_page_for,
 )
 from lightning_memsave.errors import ConfigurationError
 
@@ -32,7 +34,6 @@ memsave compare runs/1/memsave_report.json runs/2/memsave_report.json --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     what = "model as for `memsave predict`, output of `predict --json`, or a memsave_report.json"
     parser.add_argument("a", metavar="A", help=what)
     parser.add_argument("b", metavar="B", help="the same, to compare with A")
@@ -48,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; returns 1 if B does not fit one of the GPUs."""
     from lightning_memsave.api import compare_memory
-    from lightning_memsave.cli.arguments import running_code_of
 
     names = (arguments.a, arguments.b)
     cases = _cases(names, arguments)
@@ -68,7 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     a, b = (case.name if case.is_saved else case.prediction for case in cases)
     comparison = compare_memory(a, b, labels=names)
     if arguments.html is not None:
-        _write_page(arguments.html, cases, comparison)
+        first, second = cases
+        name = second.name if second.name != first.name else f"{second.name} (B)"
+        write_page_for(
+            arguments.html,
+            [(first.name, first.prediction), (name, second.prediction)],
+            second.fits,
+            title=f"{first.name} and {name}",
+            notes=[*comparison.sentences(), *(f"{name} {fit}." for fit in second.fits)],
+        )
     _print(comparison, cases, arguments)
     return 0 if all(fit.fits for fit in cases[1].fits) else DOES_NOT_FIT
 
@@ -83,7 +91,7 @@ class _Case:
 
 
 def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case] | None:
-    from lightning_memsave.targets.saved import read_saved
+    from lightning_memsave.targets.comparable import read_saved
 
     saved = [read_saved(name) for name in names]
     models = [name for name, found in zip(names, saved, strict=True) if found is None]
@@ -158,19 +166,3 @@ def _print(
         show(Text(""), variants_table(rows))
     notes = dict.fromkeys(note for case in cases or () for note in case.notes)
     show_notes([f"note: {note}" for note in notes], arguments.html)
-
-
-def _write_page(path: str, cases: list[_Case], comparison: "MemoryComparison") -> None:
-    from lightning_memsave.report.page import write_page
-
-    first, second = cases
-    name = second.name if second.name != first.name else f"{second.name} (B)"
-    fits = second.fits
-    write_page(
-        path,
-        [(first.name, first.prediction), (name, second.prediction)],
-        title=f"{first.name} and {name}",
-        device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
-        device_name=fits[0].gpu.known_name if fits else "",
-        notes=[*comparison.sentences(), *(f"{name} {fit}." for fit in fits)],
-    )

@@ -16,7 +16,6 @@ memsave convert last.ckpt --to 8bit --keep-32bit '*embed*' '*head*'"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="checkpoint file")
     parser.add_argument(
         "--to",
@@ -76,7 +75,6 @@ def _check_output(output: Path, may_overwrite: bool) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a Lightning checkpoint on the CPU, without running code that may be in it."""
     from lightning_memsave.targets.checkpoints import load_without_code
 
     if path.is_dir():

@@ -24,7 +24,6 @@ HAS_PROBLEMS = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument("target", metavar="MODEL", help="as for `memsave predict`")
     add_model_arguments(parser)
     add_settings_arguments(parser.add_argument_group("training"))

@@ -2,14 +2,13 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import logging
 import platform
 import warnings
 from typing import Any
 
-from lightning_memsave.core.versions import PACKAGES
+from lightning_memsave.core.versions import PACKAGES, installed_versions
 from lightning_memsave.units import format_bytes
 
 SUMMARY = "Show versions, GPUs, and whether each technique can be used."
@@ -17,16 +16,10 @@ EXAMPLES = """\
 memsave env
 memsave env --json > env.json"""
 
-_MORE_PACKAGES = (
-    "torchmetrics",
-    "jsonargparse",
-    "nvidia-ml-py",
-    "nvidia-ml-py3",
-)
+_MORE_PACKAGES = ("torchmetrics", "jsonargparse", "nvidia-ml-py", "nvidia-ml-py3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -37,14 +30,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_environment() -> dict[str, Any]:
-    """Collect versions, GPUs and techniques."""
     import torch
 
+    packages = (*PACKAGES, *_MORE_PACKAGES)
     driver, reason = _driver()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in (*PACKAGES, *_MORE_PACKAGES)},
+        "packages": dict.fromkeys(packages) | installed_versions(packages),
         "cuda": torch.version.cuda,
         "driver": driver,
         "nvml": reason,
@@ -53,15 +46,7 @@ def read_environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _driver() -> tuple[str | None, str]:
-    """Return the version of the NVIDIA driver, and why it is not known."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +14,15 @@ from lightning_memsave.cli.arguments import (
     read_gpus,
     read_step,
     refuse_step_arguments,
+    running_code_of,
     show_notes,
+    write_page_for,
 )
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import MIB
 
 if TYPE_CHECKING:
     from lightning_memsave.oom.diagnosis import Diagnosis
-    from lightning_memsave.prediction.result import GpuFit
-    from lightning_memsave.report.explanation import MemoryExplanation
 
 SUMMARY = "Show what uses the memory of a model and its training, and what would lower it."
 EXAMPLES = """\
@@ -36,7 +35,6 @@ memsave explain --oom -"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument(
         "target",
         nargs="?",
@@ -120,7 +118,6 @@ def _read(name: str) -> str:
 
 
 def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None") -> int:
-    from lightning_memsave.cli.arguments import running_code_of
     from lightning_memsave.prediction.what_if import what_if_of
     from lightning_memsave.report.explanation import explain_what_if
     from lightning_memsave.report.text import show
@@ -148,7 +145,16 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
     if arguments.html is not None:
         said = () if diagnosis is None else (diagnosis.summary, *diagnosis.findings)
         lines = (*said, f"Batch: {batch}", *(f"It {fit}." for fit in fits), *notes)
-        _write_page(arguments.html, explanation, fits, lines)
+        assert prediction is not None, "--html was refused without --batch"
+        remedies = ((r.name, r.prediction) for r in explanation.remedies or () if r.prediction)
+        write_page_for(
+            arguments.html,
+            [("as given", prediction), *remedies],
+            fits,
+            title=f"{prediction.model}: what uses the memory",
+            notes=lines,
+            tables=explanation.tables(),
+        )
     if arguments.json:
         found = {
             **({} if diagnosis is None else {"out_of_memory": diagnosis.to_dict()}),
@@ -179,23 +185,3 @@ def _cardinalities(pairs: list[str]) -> dict[str, int]:
             )
         found[name] = int(number)
     return found
-
-
-def _write_page(
-    path: str, explanation: "MemoryExplanation", fits: "list[GpuFit]", notes: Sequence[str]
-) -> None:
-    from lightning_memsave.report.page import write_page
-
-    assert explanation.prediction is not None, "--html was refused without --batch"
-    write_page(
-        path,
-        [
-            ("as given", explanation.prediction),
-            *((r.name, r.prediction) for r in explanation.remedies or () if r.prediction),
-        ],
-        title=f"{explanation.prediction.model}: what uses the memory",
-        device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
-        device_name=fits[0].gpu.known_name if fits else "",
-        notes=notes,
-        tables=explanation.tables(),
-    )

@@ -88,7 +88,6 @@ class MemSaveCLIMixin(_Base):
         return super().instantiate_trainer(**kwargs)
 
     def _own(self, config: Any) -> Any:
-        """Return the part of a configuration that belongs to the subcommand."""
         return config if self.subcommand is None else config[self.subcommand]
 
     def _share_precision(self) -> None:

@@ -5,39 +5,17 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any
 
 import lightning_memsave
 from lightning_memsave.cli import compare, convert, doctor, env, explain, plan, predict
 from lightning_memsave.cli.arguments import StepError, as_typed
 from lightning_memsave.errors import MemsaveError
 
-
-class Command(Protocol):
-    """Interface of a subcommand's module; it imports torch only in ``run``."""
-
-    SUMMARY: str
-    """One line."""
-    EXAMPLES: str
-    """Shown under ``--help``, one command a line."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments of this subcommand."""
-
-    def run(self, arguments: argparse.Namespace) -> int | None:
-        """Run, print the result, and return the exit status; ``None`` is 0."""
-
-
-COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {
-        "predict": predict,
-        "explain": explain,
-        "compare": compare,
-        "plan": plan,
-        "doctor": doctor,
-        "convert": convert,
-        "env": env,
-    }
+# Each has SUMMARY, EXAMPLES, `add_arguments` and `run`, and imports torch only in the last.
+_MODULES = (predict, explain, compare, plan, doctor, convert, env)
+COMMANDS: Mapping[str, Any] = MappingProxyType(
+    {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 )
 _FITS = (
     "0 done; 1 the step does not fit a --gpu; 2 wrong or unusable arguments;\n"
@@ -59,7 +37,6 @@ _TAKE_SIZES = ("--batch", "--gpu", "--budget", "--time-limit")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line."""
     arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
     try:
         return COMMANDS[arguments.command].run(arguments) or 0

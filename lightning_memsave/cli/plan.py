@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lightning_memsave.prediction.cuda.gpus import Gpu
     from lightning_memsave.prediction.result import MemoryPrediction
     from lightning_memsave.prediction.training_step import TrainingStep
-    from lightning_memsave.report.page import PageFrontier
     from lightning_memsave.targets.target import Target
 
 SUMMARY = "Find the fastest settings that fit a GPU or a budget of memory, without a GPU."
@@ -43,7 +42,6 @@ memsave plan gpt2/ --batch 8x512 --gpu T4 --html plan.html --json > plan.json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument("target", metavar="MODEL", help="as for `memsave predict`")
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=True, limited="each search, one per GPU,")
@@ -86,8 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Case:
-    """What was found for one GPU, or for a budget alone."""
-
     gpu: "Gpu | None"
     budget_bytes: int
     margin_bytes: int
@@ -161,7 +157,7 @@ def _cases(
         # A wrong budget is an error before anything is predicted.
         budgets = [budget_of(step, budget) for step in steps]
         for what_if, budget_bytes in zip(steps, budgets, strict=True):
-            gpu = what_if.gpu
+            gpu = what_if.step.gpu
             kernels = kernels_of(gpu)
             if kernels not in unchanged:
                 unchanged[kernels] = unchanged_step(what_if)
@@ -172,7 +168,7 @@ def _cases(
             else:
                 search = search_of(what_if, exactness, arguments.time_limit)
             searches[kernels] = search
-            margin_bytes = margin_of(budget_bytes, gpu, what_if.device)
+            margin_bytes = margin_of(budget_bytes, gpu, what_if.step.device)
             case = _Case(gpu, budget_bytes, margin_bytes, unchanged[kernels])
             found.append(_planned(case, search, target.name, arguments))
     return found
@@ -323,6 +319,10 @@ def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
         predictions.insert(0, ("the plan" if found else "the smallest", case.best.prediction))
     is_all = gpu is not None and case.budget_bytes == gpu.total_bytes
     rows = () if found is None else tuple(_row(found, plan) for plan in found.frontier)
+    margin = (
+        f"A plan leaves {format_bytes(case.margin_bytes)} of the budget free, as predictions for "
+        "CUDA may be off. Times are ratios to the unchanged step, estimated from its kernels."
+    )
     columns = ("on the device", "", "fits", "time", "exactness", "what to type")
     write_page(
         path,
@@ -332,11 +332,12 @@ def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
         device_name=gpu.known_name if gpu is not None and is_all else "budget",
         notes=(
             *notes,
-            *(() if found is None else (_margin(found),)),
+            *(() if found is None else (margin,)),
             *(() if case.refusal is None else (str(case.refusal),)),
         ),
         tables=(PageTable("Plans, the fastest first", columns, rows),) if rows else (),
-        frontier=None if found is None else _frontier(found, case),
+        plan=found,
+        unchanged_bytes=case.unchanged.device_bytes,
     )
 
 
@@ -347,30 +348,3 @@ def _row(found: "MemoryPlan", plan: "Plan") -> tuple[str, ...]:
     fits = "yes" if found.fits(plan) else "no"
     time, size = f"{plan.time_ratio:.2f}", format_bytes(plan.device_bytes)
     return size, source, fits, time, plan.exactness, f"`{plan.how}`"
-
-
-def _margin(found: "MemoryPlan") -> str:
-    from lightning_memsave.units import format_bytes
-
-    return (
-        f"A plan leaves {format_bytes(found.margin_bytes)} of the budget free, as predictions for "
-        "CUDA may be off. Times are ratios to the unchanged step, estimated from its kernels."
-    )
-
-
-def _frontier(found: "MemoryPlan", case: _Case) -> "PageFrontier":
-    from lightning_memsave.report.page import PageFrontier, PagePlan
-
-    plans = [
-        PagePlan(
-            plan.device_bytes,
-            plan.time_ratio,
-            plan.exactness,
-            plan.how,
-            is_verified=plan.is_verified,
-            fits=found.fits(plan),
-            is_chosen=plan == found.plan,
-        )
-        for plan in found.frontier
-    ]
-    return PageFrontier(tuple(plans), found.budget_bytes, case.unchanged.device_bytes)

@@ -19,6 +19,7 @@ from lightning_memsave.cli.arguments import (
     read_step,
     show_notes,
     whole_number,
+    write_page_for,
 )
 from lightning_memsave.core.files import replacing
 from lightning_memsave.errors import ConfigurationError
@@ -36,7 +37,6 @@ memsave predict gpt2/ --batch 8x512 --variant optimizer=8bit --variant precision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this subcommand."""
     parser.add_argument(
         "target",
         metavar="MODEL",
@@ -84,7 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     first, *variants = cases
     if arguments.html is not None:
-        _write_page(arguments.html, cases, (f"Batch: {batch}", *notes))
+        write_page_for(
+            arguments.html,
+            [(case.name, case.prediction) for case in cases],
+            first.fits,
+            title=f"{first.prediction.model}: memory of a training step",
+            notes=(f"Batch: {batch}", *notes, *(f"It {fit}." for fit in first.fits)),
+        )
     if arguments.snapshot is not None:
         _write_snapshot(arguments.snapshot, first.prediction)
     if arguments.json:
@@ -97,8 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Case:
-    """The step with the settings of one variant."""
-
     name: str
     prediction: "MemoryPrediction"
     fits: tuple["GpuFit", ...]
@@ -151,17 +155,3 @@ def _write_snapshot(path: str, prediction: "MemoryPrediction") -> None:
             f"The snapshot cannot be written to {path!r}: {error.strerror}. Name a file in a "
             "folder that exists, for example snapshot.pickle."
         ) from error
-
-
-def _write_page(path: str, cases: list[_Case], notes: Sequence[str]) -> None:
-    from lightning_memsave.report.page import write_page
-
-    prediction, fits = cases[0].prediction, cases[0].fits
-    write_page(
-        path,
-        [(case.name, case.prediction) for case in cases],
-        title=f"{prediction.model}: memory of a training step",
-        device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
-        device_name=fits[0].gpu.known_name if fits else "",
-        notes=(*notes, *(f"It {fit}." for fit in fits)),
-    )

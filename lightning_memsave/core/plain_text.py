@@ -1,6 +1,7 @@
 """Make tables, and render rich output as plain text."""
 
 import io
+import textwrap
 from collections.abc import Collection
 
 from rich.console import Console, RenderableType
@@ -29,3 +30,15 @@ def figure_table(*columns: str, numbers: Collection[str] = ()) -> Table:
         else:
             table.add_column(name, overflow="fold")
     return table
+
+
+def wrapped(text: str, *, width: int = 98, first: str = "", indent: str = "") -> str:
+    """Break a text into lines between words; Python reads a call on several lines as well."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from lightning_memsave.core.names import did_you_mean
-from lightning_memsave.doctor.check import Subject
+from lightning_memsave.doctor.subject import Subject
 from lightning_memsave.errors import Problem
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -34,7 +34,7 @@ _MIN_SPLIT_MIB = 20
 
 
 def find_allocator_settings(subject: Subject) -> Iterator[Problem]:
-    """Find settings of CUDA's allocator that torch refuses, or that cost memory or time."""
+    """Wrong or harmful values in `PYTORCH_CUDA_ALLOC_CONF` and `PYTORCH_ALLOC_CONF`."""
     found = {name: subject.environment.get(name) for name in ALLOCATOR_VARIABLES}
     given = {name: text for name, text in found.items() if text is not None}
     if len(set(given.values())) == 2:
@@ -119,7 +119,7 @@ _SLOW = {
 
 
 def find_debug_settings(subject: Subject) -> Iterator[Problem]:
-    """Find switches for debugging that are still on."""
+    """`PYTORCH_NO_CUDA_MEMORY_CACHING`, `CUDA_LAUNCH_BLOCKING`, `detect_anomaly`."""
     for name, why in _SLOW.items():
         value = subject.environment.get(name, "")
         if value not in ("", "0"):
@@ -134,7 +134,7 @@ def find_debug_settings(subject: Subject) -> Iterator[Problem]:
 
 
 def find_broken_packages(subject: Subject) -> Iterator[Problem]:
-    """Find installed packages that break each other."""
+    """`nvidia-ml-py` beside `nvidia-ml-py3`."""
     if {"nvidia-ml-py", "nvidia-ml-py3"} <= _lower(subject.versions).keys():
         yield Problem(
             "the packages `nvidia-ml-py` and `nvidia-ml-py3`",

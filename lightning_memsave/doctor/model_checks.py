@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.doctor.check import Subject
+from lightning_memsave.doctor.subject import Subject
 from lightning_memsave.errors import Problem
 from lightning_memsave.measure.alive_tensors import is_of_library
 from lightning_memsave.trainer.precision import overflows_certainly
 
 
 def find_batch_statistics(subject: Subject) -> Iterator[Problem]:
-    """Find batch normalisation whose batch is only a part of the effective batch."""
+    """Batch normalisation with micro-batches or gradient accumulation."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     found = [name for name, m in subject.module.named_modules() if isinstance(m, norms)]
     given = subject.trainer_arguments.get("accumulate_grad_batches")
@@ -38,7 +38,7 @@ def find_batch_statistics(subject: Subject) -> Iterator[Problem]:
 
 
 def find_growing_metrics(subject: Subject) -> Iterator[Problem]:
-    """Find metrics that keep every prediction of the training epoch."""
+    """Metrics of training steps that keep all predictions of the epoch."""
     # Without an import of torchmetrics there is no metric.
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
@@ -81,7 +81,7 @@ MIN_SHARE = 0.5
 
 
 def find_8bit_embeddings(subject: Subject) -> Iterator[Problem]:
-    """Find optimizers of bitsandbytes with 8-bit state for embeddings."""
+    """An optimizer of bitsandbytes with 8-bit state for embeddings, tied ones too."""
     for optimizer in filter(_is_8bit, subject.optimizers):
         manager: Any = getattr(optimizer, "mng", None)
         if manager is None or manager.module_weight_config_triple or manager.pid2config:
@@ -108,7 +108,7 @@ def _shares(module: nn.Module, embedding: nn.Module) -> bool:
 
 
 def find_ineffective_8bit(subject: Subject) -> Iterator[Problem]:
-    """Find optimizers of bitsandbytes that leave most of their state in 32 bits."""
+    """An optimizer of bitsandbytes for tensors that are too small for 8 bits."""
     for optimizer in filter(_is_8bit, subject.optimizers):
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         total = sum(p.numel() for p in trained)
@@ -138,7 +138,7 @@ def _torch_name(optimizer: Optimizer) -> str:
 
 
 def find_float16_overflow(subject: Subject) -> Iterator[Problem]:
-    """Find models whose activations overflow in the precision of the Trainer."""
+    """float16 for models whose activations overflow in it, such as T5."""
     if not subject.precision.startswith("16"):
         return
     if why := overflows_certainly(subject.module):
@@ -155,7 +155,7 @@ LAST_WITHOUT_BF16_CLIPPING = (2, 6, 6)
 
 
 def find_refused_clipping(subject: Subject) -> Iterator[Problem]:
-    """Find gradient clipping that Lightning refuses beside a fused optimizer."""
+    """Gradient clipping and a fused optimizer in mixed precision."""
     is_mixed = subject.precision.endswith("mixed")
     is_replaced = bool(subject.settings.get("optimizer"))  # by an 8-bit form, which is not fused
     if not subject.trainer_arguments.get("gradient_clip_val") or not is_mixed or is_replaced:

@@ -1,21 +1,66 @@
-"""What is found wrong with a model and its training: the result of `check_training`."""
+"""The checks, and what they find wrong with a model and its training: `check_training`."""
 
 import os
-import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
+from torch.optim import Optimizer
+
+from lightning_memsave.core.plain_text import wrapped
 from lightning_memsave.core.versions import installed_versions
-from lightning_memsave.doctor.check import FoundProblem, Subject
-from lightning_memsave.doctor.registry import run_checks
-from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors
-from lightning_memsave.prediction.fit_start import FitStart, start_fit
+from lightning_memsave.doctor import environment_checks, model_checks
+from lightning_memsave.doctor.subject import Subject
+from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.predict import simulated_arguments
+from lightning_memsave.prediction.simulate import SimulationSettings, simulate_start
 from lightning_memsave.prediction.training_step import TrainingStep
+from lightning_memsave.prediction.wrapped_module import inner_of
 from lightning_memsave.trainer.nested_fit import quiet
+from lightning_memsave.trainer.trainer import package_of
 
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "nvidia-ml-py", "nvidia-ml-py3")
 _WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FoundProblem(Problem):
+    """A problem, and the name of the check that found it."""
+
+    check: str = ""
+
+
+def find_conflicts(subject: Subject) -> Iterable[Problem]:
+    """Settings of `MemSaveCallback` that it will refuse at the start of fit."""
+    return subject.conflicts
+
+
+CHECKS: Mapping[str, Callable[[Subject], Iterable[Problem]]] = MappingProxyType(
+    {
+        "batch_statistics": model_checks.find_batch_statistics,
+        "growing_metric": model_checks.find_growing_metrics,
+        "8bit_embedding": model_checks.find_8bit_embeddings,
+        "8bit_small_tensors": model_checks.find_ineffective_8bit,
+        "float16_overflow": model_checks.find_float16_overflow,
+        "refused_clipping": model_checks.find_refused_clipping,
+        "memsave_conflict": find_conflicts,
+        "allocator_settings": environment_checks.find_allocator_settings,
+        "debug_settings": environment_checks.find_debug_settings,
+        "broken_packages": environment_checks.find_broken_packages,
+    }
+)
+"""In the order of their output; their docstrings say what they find."""
+
+
+def run_checks(subject: Subject) -> list[FoundProblem]:
+    found = (
+        FoundProblem(problem.what, problem.why, problem.fix, name)
+        for name, find in CHECKS.items()
+        for problem in find(subject)
+    )
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -40,7 +85,7 @@ class TrainingCheck:
         """
         return {
             "model": self.model,
-            "problems": [problem.to_dict() for problem in self.problems],
+            "problems": [asdict(problem) for problem in self.problems],
             "notes": list(self.notes),
         }
 
@@ -50,24 +95,10 @@ class TrainingCheck:
         parts = [f"{self.model}: {found}"]
         for problem in self.problems:
             said = (problem.what, f"{problem.why}.", problem.fix)
-            parts.append("\n".join([problem.check, *map(_indented, said)]))
-        parts += [_wrapped(f"note: {note}") for note in self.notes]
+            lines = (wrapped(text, width=_WIDTH, first="  ", indent="  ") for text in said)
+            parts.append("\n".join([problem.check, *lines]))
+        parts += [wrapped(f"note: {note}", width=_WIDTH) for note in self.notes]
         return "\n\n".join(parts)
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _indented(text: str) -> str:
-    return _wrapped(text, "  ")
 
 
 def check_step(
@@ -75,33 +106,50 @@ def check_step(
 ) -> TrainingCheck:
     """Check a step without its batch; without a callback its settings are not checked."""
     notes: tuple[str, ...] = ()
+    conflicts: Sequence[Problem] = ()
     with quiet(), fake_tensors() as fakes:
-        start, problems = _start(step, fakes, has_callback)
-        if start.failure:
-            notes = (
-                f"a fit could not be started without data, so its optimizers were not checked "
-                f"({start.failure})",
-            )
-        module = start.model
+        module = step.build_module(fakes)
+        # The optimizers are those of the user: the callback replaces them.
+        optimizers, _, failure = _start(step, module, with_callback=False)
+        if failure:
+            why = f"so its optimizers were not checked ({failure})"
+            notes = (f"a fit could not be started without data, {why}",)
+        elif has_callback:
+            _, conflicts, _ = _start(step, step.build_module(fakes), with_callback=True)
         subject = Subject(
-            module,
+            inner_of(module),
             step.precision,
             step.trainer_arguments,
             step.effective_settings,
-            start.optimizers,
-            problems,
+            optimizers,
+            conflicts,
             os.environ if environment is None else environment,
             installed_versions(_PACKAGES),
         )
         found = tuple(run_checks(subject))
-    return TrainingCheck(type(module).__name__, found, notes)
+    return TrainingCheck(type(subject.module).__name__, found, notes)
 
 
-# The optimizers are those of the user: the callback replaces them.
+# Starts a fit, and ends it before its first batch: its optimizers, what is refused, and why it
+# failed.
 def _start(
-    step: TrainingStep, fakes: FakeTensors, has_callback: bool
-) -> tuple[FitStart, tuple[Any, ...]]:
-    start = start_fit(step, fakes, with_callback=False)
-    if start.failure or not has_callback:
-        return start, ()
-    return start, start_fit(step, fakes, with_callback=True).problems
+    step: TrainingStep, module: Any, *, with_callback: bool
+) -> tuple[Sequence[Optimizer], Sequence[Problem], str]:
+    package = package_of(module)
+    arguments, trainer_arguments, _ = simulated_arguments(step, package)
+    # No batch is accumulated, so the real numbers need no time.
+    arguments["accumulate_grad_batches"] = step.arguments["accumulate_grad_batches"]
+    callbacks = [step.make_callback(**arguments)] if with_callback else []
+    settings = SimulationSettings(
+        package,
+        accumulate_grad_batches=trainer_arguments.pop("accumulate_grad_batches", 1),
+        trainer_arguments=trainer_arguments,
+    )
+    try:
+        return simulate_start(module, callbacks, settings), (), ""
+    except IncompatibleError as error:
+        return (), error.problems, ""
+    except MemsaveError:
+        raise
+    except (Exception, SystemExit) as error:
+        return (), (), " ".join(f"{type(error).__name__}: {error}".split())

@@ -5,10 +5,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.dominant_parts import embedding_tables, explain_parameters
-from lightning_memsave.explain.finding import Figure, Finding, Verdict, finding_of, unknown_finding
+from lightning_memsave.explain.dominant_parts import (
+    ModelStates,
+    embedding_tables,
+    explain_parameters,
+    model_states,
+)
+from lightning_memsave.explain.finding import (
+    Figure,
+    Finding,
+    finding_of,
+    unknown_finding,
+    verdict_of,
+)
 from lightning_memsave.explain.growth import batch_size, scores_of, sequence_length
-from lightning_memsave.explain.model_states import ModelStates, model_states
 from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.prediction.peaks import NUM_LARGEST
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
@@ -24,15 +34,12 @@ _SMALL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The layer that has an output for each class or token."""
-
     num_outputs: int
     num_inputs: int
     name: str
 
 
 def find_outputs(table: ParameterTable) -> Outputs | None:
-    """Find the output layer."""
     matrices = [e for e in table.parameters if e.shape is not None and len(e.shape) == _MATRIX]
     tied = [e for e in matrices if any(_is_layer(table, alias) for alias in e.aliases)]
     last = [e for e in matrices if _is_layer(table, e.name)][-1:]
@@ -82,7 +89,6 @@ def logits_copies(what_if: WhatIf) -> Finding:
 
 
 def model_states_of(what_if: WhatIf) -> ModelStates:
-    """Give the model states, from the prediction where there is a batch."""
     if what_if.can_predict:
         return ModelStates.from_prediction(what_if.base(), what_if.optimizer_name)
     optimizer = what_if.step.optimizer
@@ -111,9 +117,8 @@ def cardinality(what_if: WhatIf) -> Finding:
     if logits:
         sentence += f", and {format_bytes(of_logits)} of logits"
     whole = what_if.base().peak_bytes if what_if.can_predict else costs.total_bytes
-    verdict: Verdict = "matters" if num_bytes >= 0.05 * whole else "does not matter"
     figures = {"table_bytes": of_tables, "logits_bytes": of_logits}
-    return Finding(name, verdict, num_bytes, f"{sentence}.", figures)
+    return Finding(name, verdict_of(num_bytes, whole), num_bytes, f"{sentence}.", figures)
 
 
 def _with_name(costs: ModelStates) -> str:
@@ -129,7 +134,6 @@ def _named(entries: list[TensorEntry]) -> str:
 
 
 def structure(what_if: WhatIf) -> Finding:
-    """Give the bytes of the model states."""
     costs = model_states_of(what_if)
     total = costs.total_bytes
     largest = explain_parameters(what_if.table)[0]
@@ -137,16 +141,16 @@ def structure(what_if: WhatIf) -> Finding:
     remark = f" at the peak; {costs.remark}" if costs.remark else ""
     sentence = f"{what[0].upper()}{what[1:]}: {format_bytes(total)}{remark}."
     whole = what_if.base().peak_bytes if what_if.can_predict else total
-    verdict: Verdict = "matters" if total >= 0.05 * whole and total else "does not matter"
     figures = {"num_parameters": what_if.table.num_parameters}
-    return Finding("model structure", verdict, total, f"{sentence} {largest}", figures)
+    return Finding(
+        "model structure", verdict_of(total, whole), total, f"{sentence} {largest}", figures
+    )
 
 
 _NAME = "attention kernel"
 
 
 def attention_kernel(what_if: WhatIf) -> Finding:
-    """Compare the kinds of attention."""
     base, now = what_if.base(), what_if.attention
     if now is None:
         return _of_scores(what_if)
@@ -252,7 +256,6 @@ _WITHOUT_BATCH = ("vocabulary and labels", "model structure")
 
 
 def explain_factors(what_if: WhatIf, names: Collection[str] | None = None) -> tuple[Finding, ...]:
-    """Compute how much each factor contributes to the peak."""
     if names is not None and (isinstance(names, str) or not isinstance(names, Collection)):
         raise ConfigurationError(
             f'`factors={names!r}` is not a list. Write for example `factors=["batch size"]`.'

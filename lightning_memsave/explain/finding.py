@@ -16,8 +16,6 @@ Verdict = Literal["matters", "does not matter", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How much one factor contributes to the peak."""
-
     name: str
     verdict: Verdict
     num_bytes: int | None
@@ -25,7 +23,6 @@ class Finding:
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return asdict(self)
 
 
@@ -37,17 +34,16 @@ def finding_of(
     **figures: Figure,
 ) -> Finding:
     """Build a finding; its verdict follows from its share of the peak."""
-    verdict: Verdict = (
-        "matters" if num_bytes >= MATTERS * base.peak_bytes and num_bytes else "does not matter"
-    )
-    return Finding(name, verdict, num_bytes, sentence, figures)
+    return Finding(name, verdict_of(num_bytes, base.peak_bytes), num_bytes, sentence, figures)
+
+
+def verdict_of(num_bytes: int, whole_bytes: int) -> Verdict:
+    return "matters" if num_bytes >= MATTERS * whole_bytes and num_bytes else "does not matter"
 
 
 def unknown_finding(name: str, why: str) -> Finding:
-    """Build the finding of a factor that could not be computed."""
     return Finding(name, "unknown", None, why)
 
 
 def label_of(gpu: Gpu) -> str:
-    """Name a GPU in a sentence."""
     return "the GPU" if gpu.compute_capability is None else gpu.name

@@ -49,8 +49,8 @@ def batch_size(what_if: WhatIf) -> Finding:
         "bytes_per_sample": round(line.bytes_per_sample),
         "fixed_bytes": round(line.fixed_bytes),
     }
-    if what_if.gpu is not None:
-        gpu = what_if.gpu
+    if what_if.step.gpu is not None:
+        gpu = what_if.step.gpu
         _check_largest(what_if, known, gpu)
         largest = max((n for n, prediction in known.items() if prediction.fits(gpu)), default=0)
         figures |= {"largest_batch": largest}
@@ -150,7 +150,6 @@ def sequence_length(what_if: WhatIf) -> Finding:
 
 
 def max_positions(table: ParameterTable) -> int | None:
-    """Say how long a sequence may be."""
     rows = [
         entry.shape[0]
         for entry in table.parameters
@@ -177,7 +176,7 @@ def scores_of(base: MemoryPrediction, lengths: Collection[int]) -> list[TensorMe
 
 def _without_axis(what_if: WhatIf) -> Finding:
     name, fix = "sequence length", "Pass `sequence_axis=` if an axis of the batch is a sequence."
-    tensors = list(tensors_in_batch(what_if.batch))
+    tensors = list(tensors_in_batch(what_if.step.batch))
     if what_if.lengths:
         return unknown_finding(
             name,

@@ -63,11 +63,11 @@ def _peak(base: MemoryPrediction) -> str:
 
 
 def _on_gpu(what_if: WhatIf, base: MemoryPrediction) -> list[str]:
-    if what_if.gpu is None:
+    if what_if.step.gpu is None:
         return []
-    spare = base.fits(what_if.gpu).spare_bytes
-    name = label_of(what_if.gpu)
-    has = f"{name[0].upper()}{name[1:]} has {format_bytes(what_if.gpu.total_bytes)}"
+    spare = base.fits(what_if.step.gpu).spare_bytes
+    name = label_of(what_if.step.gpu)
+    has = f"{name[0].upper()}{name[1:]} has {format_bytes(what_if.step.gpu.total_bytes)}"
     if spare >= 0:
         return [f"{has}: it fits, with {format_bytes(spare)} to spare."]
     return [f"{has}: it does not fit, {format_bytes(-spare)} are missing."]

@@ -37,8 +37,6 @@ _CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
 @dataclass(frozen=True, slots=True)
 class AliveTensor:
-    """One live storage."""
-
     category: str
     num_bytes: int
     name: str
@@ -49,13 +47,7 @@ class AliveTensor:
 
 
 def merge_alike(alive: Iterable[AliveTensor]) -> list[AliveTensor]:
-    """Count storages together that differ in nothing.
-
-    Example:
-        >>> one = AliveTensor("other", 4, "self.outputs", (1,), "float32")
-        >>> [(merged.num_bytes, merged.count) for merged in merge_alike([one, one])]
-        [(8, 2)]
-    """
+    """Count storages together that differ in nothing."""
     merged: dict[AliveTensor, AliveTensor] = {}
     for one in alive:
         key = replace(one, num_bytes=0, count=1)
@@ -87,11 +79,6 @@ def find_alive_tensors(
     Note:
         Tensors that only C++ holds are not found, such as gradients inside backward and workspaces
         of kernels.
-
-    Example:
-        >>> model = nn.Linear(100, 10, bias=False)
-        >>> [alive.name for alive in find_alive_tensors("cpu", model) if alive.num_bytes == 4000]
-        ['weight']
     """
     finder = _Finder(torch.empty(0, device=device).device)
     if module is not None:

@@ -9,8 +9,6 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AllocatorReading:
-    """State of torch's CUDA allocator on one device."""
-
     allocated_bytes: int
     reserved_bytes: int
     peak_allocated_bytes: int
@@ -21,11 +19,7 @@ class AllocatorReading:
 
 
 def read_allocator(device: torch.device | int | str | None = None) -> AllocatorReading | None:
-    """Read the allocator of a CUDA device, without synchronizing with it.
-
-    Example:
-        >>> torch.cuda.is_available() or read_allocator()
-    """
+    """Read the allocator of a CUDA device, without synchronizing with it."""
     if not torch.cuda.is_available() or torch.device(device or "cuda").type != "cuda":
         return None
     # Not `memory_stats`, which writes and sorts a hundred names for it.
@@ -49,7 +43,6 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
 
 
 def pinned_bytes() -> int | None:
-    """Return the bytes of page-locked host memory that torch holds."""
     host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)  # torch 2.7 and later
     if host_memory_stats is None or not torch.cuda.is_available():
         return None
@@ -66,17 +59,10 @@ def allocated_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Host memory of this process."""
-
     rss_bytes: int
     pinned_bytes: int | None
 
 
 def read_host_memory() -> HostReading:
-    """Read the host memory of this process.
-
-    Example:
-        >>> read_host_memory().rss_bytes > 10_000_000
-        True
-    """
+    """Read the host memory of this process."""
     return HostReading(int(psutil.Process().memory_info().rss), pinned_bytes())

@@ -80,7 +80,6 @@ def category_of_new(
     *,
     in_step: bool,
 ) -> str:
-    """Return the category of an operator's results."""
     if category := category_in_context():
         return category
     if func is _TO_COPY:
@@ -153,33 +152,27 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of all storages alive now, or when the context was left."""
         return self._live_bytes
 
     @property
     def breakdown(self) -> MemoryBreakdown:
-        """Bytes of all storages alive now, by category."""
         return MemoryBreakdown.from_categories(self._bytes)
 
     @property
     def peak(self) -> MemoryBreakdown:
-        """Bytes by category at the peak of their sum; host copies have their own peak."""
         peak = MemoryBreakdown.from_categories(self._peak)
         return replace(peak, host_bytes=self._peak_host_bytes)
 
     def reset_peak(self) -> None:
-        """Reset the peak to the current state."""
         self._peak_bytes = self._live_bytes
         self._peak_time = self._num_born
         self._peak = dict(self._bytes)
 
     def track_input(self, batch: object) -> None:
-        """Count the tensors of a batch as input, if they are older than the context."""
         for tensor in tensors_in_batch(batch):
             self._claim(tensor, "input")
 
     def track_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Count the state of more optimizers (not wrappers); known ones are skipped."""
         known = {id(ref()) for ref in self._optimizers}
         for optimizer in optimizers:
             if id(optimizer) not in known:
@@ -360,7 +353,6 @@ class LiveTensors(TorchDispatchMode):
         self._change(entry, -entry.num_bytes)
 
     def _change(self, entry: LiveStorage, change: int) -> None:
-        """Count a change of a storage's size."""
         if entry.category == HOST:
             self._host_bytes += change
             self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)

@@ -30,12 +30,6 @@ class NvmlDevice:
     """One GPU in NVML; a context manager that opens and closes the library.
 
     Never raises if the driver, a GPU or permission is missing: readings have the reason.
-
-    Example:
-        >>> with NvmlDevice(0) as gpu:
-        ...     reading = gpu.read()
-        >>> reading.reason != "" or reading.process_bytes > 0
-        True
     """
 
     def __init__(self, device: torch.device | int | str = 0) -> None:
@@ -72,7 +66,6 @@ class NvmlDevice:
                 nvml.nvmlShutdown()
 
     def read(self, reserved_bytes: int | None = None) -> NvmlReading:
-        """Read from the driver."""
         if self._handle is None:
             return NvmlReading(reason=self._reason or "NVML is closed")
         try:
@@ -112,7 +105,6 @@ class NvmlDevice:
 def read_nvml(
     device: torch.device | int | str = 0, reserved_bytes: int | None = None
 ) -> NvmlReading:
-    """Read once; `NvmlDevice` is for several readings."""
     with NvmlDevice(device) as gpu:
         return gpu.read(reserved_bytes)
 

@@ -20,8 +20,6 @@ _BUFFER_DTYPES = ("int64", "int32", "bool")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter or buffer."""
-
     name: str
     shape: tuple[int, ...] | None
     dtype: str
@@ -33,31 +31,20 @@ class TensorEntry:
 
     @property
     def module(self) -> str:
-        """Name of the module that owns it."""
         return self.name.rpartition(".")[0]
 
 
 _Keyed = tuple[object, TensorEntry]
 
 
-def entries_of_module(module: nn.Module) -> tuple[TensorEntry, ...]:
-    """Read the parameters and buffers of a module."""
-    return tuple(_joined(_of_module(module)))
-
-
-def entries_of_mapping(source: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
-    """Read what a checkpoint holds."""
-    return tuple(_joined(_of_mapping(source)))
-
-
 # Tied parameters come with the same key.
-def _joined(keyed: Iterator[_Keyed]) -> list[TensorEntry]:
+def _joined(keyed: Iterator[_Keyed]) -> tuple[TensorEntry, ...]:
     found: dict[object, TensorEntry] = {}
     for key, entry in keyed:
         first = found.setdefault(key, entry)
         if first is not entry:
             found[key] = replace(first, aliases=(*first.aliases, entry.name))
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _of_module(module: nn.Module) -> Iterator[_Keyed]:
@@ -133,8 +120,6 @@ def _keyed(
 
 @dataclass(frozen=True, slots=True)
 class ModuleParameters:
-    """Parameters of one module with all that is inside it."""
-
     name: str
     class_name: str
     num_parameters: int = 0
@@ -148,13 +133,7 @@ class ModuleParameters:
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """The tree of a model's modules with what each one holds.
-
-    Example:
-        >>> table = parameter_table(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 2)))
-        >>> table.num_parameters, table.num_bytes, round(table.modules[1].share, 3)
-        (8018, 32072, 0.998)
-    """
+    """The tree of a model's modules with what each one holds."""
 
     model: str
     entries: tuple[TensorEntry, ...]
@@ -162,7 +141,6 @@ class ParameterTable:
 
     @property
     def parameters(self) -> tuple[TensorEntry, ...]:
-        """Entries that are no buffers."""
         return tuple(entry for entry in self.entries if not entry.is_buffer)
 
     @property
@@ -172,12 +150,10 @@ class ParameterTable:
 
     @property
     def num_bytes(self) -> int:
-        """What the parameters take."""
         return sum(entry.num_bytes for entry in self.parameters)
 
     @property
     def buffer_bytes(self) -> int:
-        """What the buffers take."""
         return sum(entry.num_bytes for entry in self.entries if entry.is_buffer)
 
     @property
@@ -187,7 +163,6 @@ class ParameterTable:
 
     @cached_property
     def modules(self) -> tuple[ModuleParameters, ...]:
-        """Each module with all that is inside it, parents before children."""
         found = {name: ModuleParameters(name, kind) for name, kind in self.class_names.items()}
         for entry in self.entries:
             for name in ancestors(entry.module):
@@ -197,7 +172,6 @@ class ParameterTable:
         return tuple(replace(row, share=row.num_parameters / total) for row in found.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return {
             "model": self.model,
             "num_parameters": self.num_parameters,
@@ -220,10 +194,6 @@ def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> P
         Tied parameters of a mapping are recognised if its values are tensors that share memory. A
         DTensor counts as the whole of it, not as the part that this process has. A parameter that
         is packed, such as a 4-bit one, counts as the elements that are stored.
-
-    Example:
-        >>> parameter_table({"head.weight": (10, 4), "head.bias": ((10,), "bfloat16")}).num_bytes
-        180
     """
     if isinstance(source, nn.Module):
         # Not without duplicates: under its second name a shared module would be missing.
@@ -231,17 +201,16 @@ def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> P
             name: type(module).__name__
             for name, module in source.named_modules(remove_duplicate=False)
         }
-        return ParameterTable(model or type(source).__name__, entries_of_module(source), classes)
+        return ParameterTable(model or type(source).__name__, _joined(_of_module(source)), classes)
     if not isinstance(source, Mapping):
         raise ConfigurationError(
             f"A {type(source).__name__} has no parameters to count. Pass a module, or a mapping of "
             "names to tensors or shapes such as `module.state_dict()`."
         )
-    return ParameterTable(model or "checkpoint", entries_of_mapping(source))
+    return ParameterTable(model or "checkpoint", _joined(_of_mapping(source)))
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Give the modules that a module is in."""
     yield ""
     parts = name.split(".") if name else []
     for i in range(len(parts)):

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class LiveStorage:
-    """One live storage."""
-
     __slots__ = ("born", "category", "node", "num_bytes", "origin", "ref")
 
     def __init__(self, category: str, born: int) -> None:
@@ -31,13 +29,7 @@ class LiveStorage:
 
 
 def tensors_in_batch(batch: object) -> Iterator[Tensor]:
-    """Find the tensors of a batch, also in attributes of the user's own classes.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> [tensor.item() for tensor in tensors_in_batch(SimpleNamespace(x=torch.tensor(1)))]
-        [1]
-    """
+    """Find the tensors of a batch, also in attributes of the user's own classes."""
     if isinstance(batch, Tensor):
         yield batch
         return
@@ -49,12 +41,7 @@ def tensors_in_batch(batch: object) -> Iterator[Tensor]:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Find the tensors of a nested structure.
-
-    Example:
-        >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2)]})]
-        [1, 2]
-    """
+    """Find the tensors of a nested structure."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -78,7 +65,6 @@ def operands(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Find the storages of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
@@ -96,7 +82,6 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def device_of(module: nn.Module | None) -> torch.device:
-    """Return the device of a module's first parameter; the CPU if there is none."""
     parameter = None if module is None else next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 

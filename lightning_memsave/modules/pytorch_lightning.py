@@ -5,7 +5,7 @@ from pytorch_lightning import LightningModule
 from lightning_memsave.modules.checkpointed_transformer import CheckpointedTransformerMixin
 
 
-class CheckpointedTransformer(CheckpointedTransformerMixin, LightningModule):  # noqa: D101 - below
+class CheckpointedTransformer(CheckpointedTransformerMixin, LightningModule):
     __doc__ = CheckpointedTransformerMixin.__doc__
 
 

@@ -18,8 +18,6 @@ FRAGMENTED_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Tensors that something keeps from step to step."""
-
     owner: str
     num_bytes: int
     count: int
@@ -37,7 +35,6 @@ class Kept:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
         if self.in_graphs:
             return (
                 f"Keep numbers in `{self.owner}`, not graphs: `loss.detach()` or `loss.item()` in "
@@ -65,7 +62,6 @@ def kept_bytes(alive: Iterable[AliveTensor]) -> dict[str, int]:
 
 
 def most_kept(alive: Sequence[AliveTensor]) -> Kept | None:
-    """Find the attribute that keeps most."""
     owner, num_bytes = next(iter(kept_bytes(alive).items()), ("", 0))
     if not owner or num_bytes < _MUCH * sum(one.num_bytes for one in alive):
         return None
@@ -80,8 +76,6 @@ def most_kept(alive: Sequence[AliveTensor]) -> Kept | None:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What is known of the run, beside the message."""
-
     has_memsave: bool = False
     rows: tuple[Row, ...] = ()
     is_evaluation: bool = False
@@ -98,7 +92,6 @@ class RunFacts:
 
 
 def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts) -> tuple[str, ...]:
-    """Say what to do."""
     allocator = _allocator_advice(oom, allocator_settings)
     less = _less_memory(oom, run)
     by_cause = {

@@ -28,7 +28,6 @@ CAUSES = {
 
 
 def shares_of(oom: OutOfMemory) -> dict[str, int]:
-    """Divide the memory of the device."""
     known: dict[str, int | None] = {
         "allocated": oom.allocated_bytes,
         "unallocated": oom.unallocated_bytes,
@@ -49,7 +48,6 @@ def shares_of(oom: OutOfMemory) -> dict[str, int]:
 
 
 def cause_of(oom: OutOfMemory, shares: Mapping[str, int]) -> tuple[str, str]:
-    """Find the cause."""
     if oom.device == "cpu":
         return "host", _asked(oom)
     if oom.library:
@@ -138,8 +136,6 @@ _SHARES = {
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why memory ran out, and what to do about it."""
-
     oom: OutOfMemory
     cause: str
     shares: Mapping[str, int]
@@ -149,7 +145,6 @@ class Diagnosis:
 
     @property
     def summary(self) -> str:
-        """The cause in one line."""
         where = self.oom.device or "a device"
         if self.oom.device_index is not None:
             where += f":{self.oom.device_index}"
@@ -159,7 +154,6 @@ class Diagnosis:
         return f"Out of memory on {where}{phase}: {self.kept or CAUSES[self.cause]}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return {
             "cause": self.cause,
             "summary": self.summary,
@@ -188,17 +182,7 @@ class Diagnosis:
 def diagnose(
     oom: OutOfMemory, allocator_settings: str = "", run: RunFacts | None = None
 ) -> Diagnosis:
-    """Say why memory ran out, from the figures of the message and what is known of the run.
-
-    Example:
-        >>> from lightning_memsave.oom.message import read_out_of_memory
-        >>> oom = read_out_of_memory(
-        ...     "CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 15.90 GiB total capacity; "
-        ...     "9.00 GiB already allocated; 0.50 GiB free; 14.50 GiB reserved in total by PyTorch)"
-        ... )
-        >>> diagnose(oom).cause
-        'fragmentation'
-    """
+    """Say why memory ran out, from the figures of the message and what is known of the run."""
     shares = shares_of(oom)
     cause, reason = cause_of(oom, shares)
     run = run or RunFacts()

@@ -47,7 +47,6 @@ def words_of(text: str) -> list[str]:
 
 
 def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int], int]:
-    """Read the figures of one message."""
     sizes: dict[str, int] = {}
     end = start.end()
     for name, pattern in _SIZES.items():
@@ -76,7 +75,6 @@ def bytes_of(number: str, unit: str) -> int | None:
 
 
 def device_in(start: re.Match[str], dense: str) -> str:
-    """Tell the kind of device that had no memory."""
     if start["host"]:
         return "cpu"
     around = dense[max(start.start() - 40, 0) : start.end() + 200].lower()
@@ -86,8 +84,6 @@ def device_in(start: re.Match[str], dense: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessOnDevice:
-    """A process that the message names."""
-
     pid: int
     used_bytes: int | None
 
@@ -118,13 +114,11 @@ class OutOfMemory:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """All that torch's allocator has taken from the driver, in bytes."""
         if self.allocated_bytes is None or self.unallocated_bytes is None:
             return None
         return self.allocated_bytes + self.unallocated_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         processes = [asdict(process) for process in self.processes]
         return {**asdict(self), "reserved_bytes": self.reserved_bytes, "processes": processes}
 
@@ -134,15 +128,6 @@ def read_out_of_memory(text: str) -> OutOfMemory:
 
     Reads the messages of torch since 1.0, on CUDA with either allocator backend, on ROCm and the
     CPU, and those of CUDA's libraries.
-
-    Example:
-        >>> oom = read_out_of_memory(
-        ...     "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.90 GiB "
-        ...     "total capacity; 13.98 GiB already allocated; 1.03 GiB free; 14.19 GiB reserved "
-        ...     "in total by PyTorch)"
-        ... )
-        >>> oom.requested_bytes == 2 * 2**30, oom.device_index
-        (True, 0)
     """
     # Without white space, because a terminal may have broken a line anywhere.
     words = words_of(text)

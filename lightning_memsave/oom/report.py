@@ -43,8 +43,6 @@ SNAPSHOT_NAME = "memsave_oom_snapshot.pickle"
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """A tensor of the batch at hand."""
-
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -53,8 +51,6 @@ class BatchTensor:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One more part of a report."""
-
     title: str
     lines: tuple[str, ...]
     data: Any = None
@@ -81,15 +77,12 @@ class OutOfMemoryReport:
     files: dict[str, str | bytes] = field(default_factory=dict, init=False)
 
     def add_section(self, title: str, lines: Sequence[str], data: Any = None) -> None:
-        """Add a part to text and JSON."""
         self.sections.append(Section(title, tuple(lines), data))
 
     def add_file(self, name: str, content: str | bytes) -> None:
-        """Write one more file beside the report."""
         self.files[name] = content
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         readings = {"allocator": self.allocator, "nvml": self.nvml, "host": self.host}
         return {
             "diagnosis": self.diagnosis.to_dict(),
@@ -159,7 +152,6 @@ class OutOfMemoryReport:
 
 
 def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> dict[str, str]:
-    """Write a report and the files that were added to it, each of them if it can be written."""
     contents = {
         TEXT_NAME: str(report),
         JSON_NAME: json.dumps(report.to_dict(), indent=2, default=str) + "\n",
@@ -177,7 +169,6 @@ def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> 
 
 
 def trace_of(error: BaseException) -> str:
-    """Write down a traceback with its causes."""
     return "".join(traceback.format_exception(error))
 
 
@@ -212,7 +203,6 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 def out_of_memory_in(error: BaseException, outside: BaseException | None) -> BaseException | None:
-    """Find out whether memory that ran out is what ended a run."""
     ours = (e for e in errors_behind(error, outside) if isinstance(e, MemoryExhaustedError))
     return next(ours, None) or find_out_of_memory(error, outside)
 
@@ -224,7 +214,6 @@ def make_report(
     batch: Sequence[Tensor],
     num_largest: int,
 ) -> OutOfMemoryReport:
-    """Gather what is known; what cannot be read is a note in the report."""
     notes: list[str] = []
 
     def attempt(what: str, read: Callable[[], T], default: T) -> T:
@@ -286,13 +275,7 @@ def add_advice(
 
 
 def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
-    """List the tensors of a batch.
-
-    Example:
-        >>> import torch
-        >>> [(t.name, t.shape) for t in describe_batch({"x": [torch.zeros(4, 2)]})]
-        [("batch['x'][0]", (4, 2))]
-    """
+    """List the tensors of a batch."""
     if isinstance(batch, Tensor):
         dtype = str(batch.dtype).removeprefix("torch.")
         yield BatchTensor(name, tuple(batch.shape), dtype, str(batch.device))

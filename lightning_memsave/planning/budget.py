@@ -22,7 +22,6 @@ def margin_of(budget_bytes: int, gpu: Gpu | None, device: str) -> int:
 
 
 def check_budget(budget: Any) -> None:
-    """Refuse what can be no budget, on any device."""
     if isinstance(budget, str):
         _check_text(budget)
     elif isinstance(budget, bool) or not isinstance(budget, int | float):
@@ -52,7 +51,6 @@ def _check_text(budget: str) -> None:
 
 
 def read_budget(budget: Any, total_bytes: int | None, name: str = "") -> int:
-    """Read a budget for a device."""
     check_budget(budget)
     if isinstance(budget, float) or budget == "auto":
         if total_bytes is None:
@@ -81,7 +79,6 @@ def _refuse(budget: Any, why: str, use: str = _ANY) -> NoReturn:
 
 
 def rates_of(gpu: Gpu | None, device: str, *, is_local: bool = False) -> Rates:
-    """Choose the rates with which plans are compared."""
     if device == "cpu":
         return _rates_of_cpu(torch.get_num_threads())
     throughput = None if gpu is None else gpu.throughput

@@ -16,8 +16,6 @@ _SMALL_KERNELS = "smaller kernels, slower the smaller they are"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings to try."""
-
     name: str
     changes: Mapping[str, Any]
     exactness: Exactness
@@ -26,12 +24,10 @@ class Candidate:
 
     @property
     def argument(self) -> str:
-        """The argument that it sets."""
         return next(iter(self.changes))
 
     @property
     def is_advised_against(self) -> bool:
-        """Whether it is something that `advised_against` names."""
         return bool(advised_against(self.changes))
 
 
@@ -47,8 +43,6 @@ def advised_against(settings: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class CurrentSettings:
-    """The settings of the unchanged step."""
-
     arguments: Mapping[str, Any]
     precision: str
     has_bf16: bool
@@ -68,7 +62,6 @@ class CurrentSettings:
 
     @property
     def may_have_bf16_weights(self) -> bool:
-        """Whether weights are in 32 bits and products may be in bfloat16."""
         return (
             self.has_bf16
             and self.precision in ("32-true", "32", "bf16-mixed")
@@ -76,21 +69,19 @@ class CurrentSettings:
         )
 
     def is_on(self, name: str) -> bool:
-        """Say whether an argument switches something on."""
         return self.arguments.get(name) not in (None, False)
 
 
 def candidates_of(what_if: WhatIf, settings: Mapping[str, Any] | None = None) -> list[Candidate]:
-    """List what may be changed in a step, with other settings than its own if they are given."""
     step = what_if.step.with_settings(settings or {})
     now = CurrentSettings(
         step.effective_settings,
         step.precision,
-        what_if.gpu is None or what_if.gpu.has_bf16,
+        what_if.step.gpu is None or what_if.step.gpu.has_bf16,
         what_if.num_samples or 0,
         dominant_embedding(what_if.table),
         what_if.overflows,
-        what_if.device,
+        what_if.step.device,
     )
     return single_candidates(now)
 

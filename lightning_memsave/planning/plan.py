@@ -1,6 +1,5 @@
 """Plans: settings with their predicted memory and time, and what is said of them."""
 
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,7 +9,7 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memsave.core.plain_text import as_plain_text, figure_table
+from lightning_memsave.core.plain_text import as_plain_text, figure_table, wrapped
 from lightning_memsave.core.technique import Technique, as_config
 from lightning_memsave.planning.constants import MENTIONED
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -18,7 +17,7 @@ from lightning_memsave.prediction.training_step import changed_arguments
 from lightning_memsave.techniques.registry import BARE, entries, values_of, with_preset
 from lightning_memsave.units import MIB, format_bytes
 
-_WIDTH, _SETTINGS_WIDTH = 98, 54
+_SETTINGS_WIDTH = 54
 _CERTAINTY = (
     "Times are ratios to the unchanged step, estimated from its kernels, not measured; seconds are "
     'a range, as a GPU reaches more or less of its data sheet. Sizes with "about" are estimated '
@@ -28,8 +27,6 @@ _CERTAINTY = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Settings of a training step."""
-
     settings: Mapping[str, Any]
     how: str
     exactness: str
@@ -42,7 +39,6 @@ class Plan:
     not_advised: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
         return found | {"settings": {n: _plain(v) for n, v in self.settings.items()}}
 
@@ -53,7 +49,6 @@ class Plan:
 
     @property
     def micro_batch_size(self) -> Any:
-        """Samples at once; not a number for whole batches."""
         return self.settings.get("micro_batch_size")
 
     @property
@@ -210,13 +205,17 @@ class MemoryPlan(JupyterMixin):
             f"the device{on_host}, {self.plan.time_ratio:.2f} times the time of the unchanged step"
             f"{self._range()}"
         )
-        parts: list[RenderableType] = [Text(_wrapped(head), style="bold"), Text(), self.table()]
+        parts: list[RenderableType] = [
+            Text(wrapped(head), style="bold"),
+            Text(),
+            self.table(),
+        ]
         if self.shared:
-            parts.append(Text(_wrapped(f"each with {_listed(self.shared)}")))
-        parts += [Text(), Text(_wrapped(self.plan.how, indent=4)), Text()]
+            parts.append(Text(wrapped(f"each with {_listed(self.shared)}")))
+        parts += [Text(), Text(wrapped(self.plan.how, indent="    ")), Text()]
         if self.runner_up is not None:
-            parts.append(Text(_wrapped(f"Next best with other settings: {self._second()}")))
-        return [*parts, *(Text(_wrapped(note)) for note in (*self.notes, _CERTAINTY))]
+            parts.append(Text(wrapped(f"Next best with other settings: {self._second()}")))
+        return [*parts, *(Text(wrapped(note)) for note in (*self.notes, _CERTAINTY))]
 
     def _range(self) -> str:
         least_s, most_s = self.step_seconds(self.plan)
@@ -278,15 +277,3 @@ def _plain(value: Any) -> Any:
 
 def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
-
-
-# Python reads a call on several lines as well.
-def _wrapped(text: str, indent: int = 0) -> str:
-    lines = textwrap.wrap(
-        text,
-        _WIDTH,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines)

@@ -19,14 +19,13 @@ from lightning_memsave.techniques.registry import entries, unused_details
 def plan_what_if(
     what_if: WhatIf, budget: Any, exactness: str, limit_s: float = math.inf
 ) -> MemoryPlan:
-    """Find the fastest settings that fit a budget."""
     budget_bytes = budget_of(what_if, budget)
     return search_of(what_if, exactness, limit_s).find(budget_bytes)
 
 
 def budget_of(what_if: WhatIf, budget: Any) -> int:
     """Read a budget in bytes for the device of a step; ``None`` is all memory of its GPU."""
-    gpu = what_if.gpu
+    gpu = what_if.step.gpu
     if budget is None and gpu is None:
         raise ConfigurationError(
             'A plan needs a budget. Use `budget="12GiB"`, or `gpu="RTX 3060"` for all of its '
@@ -44,7 +43,6 @@ def unchanged_step(what_if: WhatIf) -> MemoryPrediction:
 
 
 def search_of(what_if: WhatIf, exactness: str, limit_s: float = math.inf) -> PlanSearch:
-    """Prepare the search for plans of a step, for any budget."""
     if not what_if.can_predict:
         raise ConfigurationError("A plan needs a batch. Pass one that the model trains on.")
     preset = what_if.step.settings.get("preset")

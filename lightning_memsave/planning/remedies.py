@@ -25,8 +25,6 @@ FASTEST_PLAN = "the fastest plan that fits"
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Settings that lower the peak."""
-
     name: str
     how: str
     peak_bytes: int
@@ -39,7 +37,6 @@ class Remedy:
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
 
     def __str__(self) -> str:
@@ -66,7 +63,7 @@ def remedies_of(
 ) -> list[Remedy]:
     """Predict single settings, in the planner's order, and the plan for a GPU that is too small."""
     written = what_if.step.settings if written is None else written
-    start_s, gpu = processor_time_s(), what_if.gpu
+    start_s, gpu = processor_time_s(), what_if.step.gpu
     base, found = what_if.base(), list[Remedy]()
     for one in candidates_of(what_if):
         left_s = start_s + SHARE_OF_SINGLE_SETTINGS * limit_s - processor_time_s()
@@ -97,16 +94,16 @@ def remedies_of(
 
 # As a plan for the whole GPU would see it.
 def _fits(what_if: WhatIf, device_bytes: int) -> bool | None:
-    gpu = what_if.gpu
+    gpu = what_if.step.gpu
     if gpu is None:
         return None
-    return device_bytes + margin_of(gpu.total_bytes, gpu, what_if.device) <= gpu.total_bytes
+    return device_bytes + margin_of(gpu.total_bytes, gpu, what_if.step.device) <= gpu.total_bytes
 
 
 def _time_ratio(what_if: WhatIf, after: MemoryPrediction) -> float | None:
-    if what_if.gpu is None or what_if.gpu.throughput is None:
+    if what_if.step.gpu is None or what_if.step.gpu.throughput is None:
         return None
-    rates = Rates.of_gpu(what_if.gpu.throughput)
+    rates = Rates.of_gpu(what_if.step.gpu.throughput)
     return step_time(after.work, rates).seconds / step_time(what_if.base().work, rates).seconds
 
 
@@ -114,7 +111,7 @@ def _time_ratio(what_if: WhatIf, after: MemoryPrediction) -> float | None:
 def _plan(
     what_if: WhatIf, written: Mapping[str, Any], limit_s: float, refused: Collection[str]
 ) -> Plan | None:
-    gpu = what_if.gpu
+    gpu = what_if.step.gpu
     assert gpu is not None, "called with a GPU to fit"
     settings = {n: v for n, v in written.items() if n not in ("preset", "budget")}
     what_if = replace(what_if, step=replace(what_if.step, settings=settings))

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.block_costs import KEEP
+from lightning_memsave.planning.block_costs import KEEP, choices, value_of
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.candidates import MICRO_BATCH, advised_against
 from lightning_memsave.planning.constants import (
@@ -21,10 +21,15 @@ from lightning_memsave.planning.constants import (
     RESERVE,
     SLACK,
 )
-from lightning_memsave.planning.frontier import shown_frontier, thinned_frontier
 from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
-from lightning_memsave.planning.recorded_blocks import choices, value_of
-from lightning_memsave.planning.variant import NOT_ADVISED, RECOMPUTED, Estimate, Variant
+from lightning_memsave.planning.variant import (
+    NOT_ADVISED,
+    RECOMPUTED,
+    Estimate,
+    Variant,
+    shown_frontier,
+    thinned_frontier,
+)
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -40,8 +45,6 @@ _OUT_OF_TIME = (
 
 
 class PlanSearch:
-    """Finds plans for one step, with any budget."""
-
     def __init__(
         self,
         variants: Variants,
@@ -128,7 +131,6 @@ class PlanSearch:
 
     @property
     def is_out_of_time(self) -> bool:
-        """Whether time was too short to look at everything."""
         return self._variants.left_s <= 0 or self._variants.is_cut_short
 
     def _found(self, best: Estimate, budget_bytes: int, room: int) -> MemoryPlan:
@@ -167,7 +169,7 @@ class PlanSearch:
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
         """Share what was predicted with a search for another GPU with the same kernels."""
-        device = self._what_if.device
+        device = self._what_if.step.device
         variants = self._variants.on(gpu, rates_of(gpu, device), limit_s)
         free = functools.partial(margin_of, gpu=gpu, device=device)
         return PlanSearch(variants, margin_of=free, given=self._given)
@@ -428,7 +430,7 @@ class PlanSearch:
             variants.host_budget_bytes, variants.is_smallest = budget_bytes, False
 
     def _ways_out(self, least_bytes: int, room: int) -> str:
-        gpu = self._what_if.gpu
+        gpu = self._what_if.step.gpu
         ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
         if gpu is not None and least_bytes > gpu.total_bytes:
             ways = [f"a GPU with {format_bytes(least_bytes)}"]
@@ -486,9 +488,9 @@ def search_for(
         replace(what_if, step=replace(step, settings=fixed), _known={}),
         open_arguments,
         exactness,
-        rates_of(what_if.gpu, what_if.device, is_local=step.fit is not None),
+        rates_of(what_if.step.gpu, what_if.step.device, is_local=step.fit is not None),
         limit_s,
         details=details,
     )
-    free = functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device)
+    free = functools.partial(margin_of, gpu=what_if.step.gpu, device=what_if.step.device)
     return PlanSearch(variants, margin_of=free, given=given)

@@ -35,8 +35,6 @@ Lane = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What kernels reach on a device."""
-
     products: Mapping[str, float]
     attention: Mapping[str, float]
     memory_bytes: float
@@ -47,7 +45,6 @@ class Rates:
 
     @classmethod
     def of_gpu(cls, throughput: Throughput, *, has_tf32: bool = False) -> Self:
-        """Estimate the rates of a GPU from its data sheet."""
         best = {
             "float32": throughput.tf32 if has_tf32 else throughput.float32,
             "float16": throughput.float16,
@@ -133,8 +130,6 @@ def lane_of(kernel: Kernel) -> Lane:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """An estimate of the time of a step."""
-
     by_phase: Mapping[str, float]
 
     @property
@@ -161,7 +156,6 @@ _NUM_UPDATED = 2**22
 
 
 def measure_rates(device: torch.device | str) -> Rates:
-    """Measure what kernels reach on a device of this machine, in a second or two."""
     device = torch.device(device)
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         products = {
@@ -205,7 +199,6 @@ def measure_rates(device: torch.device | str) -> Rates:
 
 
 def host_memory_rate() -> float:
-    """Measure how fast this machine updates weights, in a fraction of a second."""
     weight = nn.Parameter(torch.ones(_NUM_UPDATED, device="cpu"))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)

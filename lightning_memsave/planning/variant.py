@@ -1,7 +1,7 @@
 """A step with some settings on, for the planner, and what its settings are."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_memsave.planning.candidates import (
     Candidate,
     advised_against,
 )
-from lightning_memsave.planning.constants import NEAR
+from lightning_memsave.planning.constants import MOST_STEPS, NEAR, STEP
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -37,8 +37,6 @@ ON_HOST = (
 
 @dataclass(eq=False)  # the search compares candidates by their variant
 class Variant:
-    """A step with some settings on, for any choice of recomputed blocks."""
-
     changes: Mapping[str, Any]
     exactness: Exactness
     beside: Mapping[str, Any]
@@ -55,7 +53,6 @@ class Variant:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether something is on the host."""
         return OFFLOAD in self.beside
 
     @property
@@ -65,7 +62,6 @@ class Variant:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether weights are on the host, which updates them."""
         return self.beside.get(OFFLOAD) not in (None, ON_HOST[0])
 
     def tells_enough(
@@ -87,7 +83,6 @@ class Variant:
         return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
 
     def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
-        """Estimate bytes on the device and seconds."""
         if self.costs is None:
             assert self.prediction is not None, "one of the two is there"
             return self.prediction.device_bytes, self.seconds
@@ -96,14 +91,11 @@ class Variant:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of the device's allocator and context in estimates, roughly."""
         return 0 if self.costs is None else self.costs.overhead_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """A variant with some of its blocks recomputed."""
-
     variant: Variant
     kinds: tuple[str, ...]
     num_bytes: int
@@ -121,12 +113,10 @@ def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
 
 
 def leaving_out(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
-    """Leave out what sets an argument."""
     return [c for c in chosen if c.argument != one.argument]
 
 
 def changes_of(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the settings of candidates with others."""
     return {name: value for one in on for name, value in one.changes.items()} | {**beside}
 
 
@@ -137,7 +127,6 @@ def form_of(changes: Mapping[str, Any]) -> str:
 
 
 def all_exactness(values: Mapping[str, Any]) -> Iterator[Exactness]:
-    """List the exactness of settings."""
     if MICRO_BATCH in values:
         yield Exactness.ROUNDING
     for entry in entries():
@@ -152,3 +141,53 @@ def all_exactness(values: Mapping[str, Any]) -> Iterator[Exactness]:
             # A CPU rounds updates in another way than a GPU.
             if isinstance(technique, Offloading) and technique.has_weights:
                 yield Exactness.ROUNDING
+
+
+def frontier_of(
+    estimates: Sequence[Estimate], bytes_of: Callable[[Estimate], float]
+) -> list[Estimate]:
+    """List those of which none is faster and needs less than another, the fastest first."""
+    found: list[Estimate] = []
+    least = math.inf
+    for one in sorted(estimates, key=lambda e: (e.seconds, bytes_of(e), e.variant.rank)):
+        if bytes_of(one) < least:
+            least = bytes_of(one)
+            found.append(one)
+    return found
+
+
+def thinned_frontier(
+    estimates: Sequence[Estimate],
+    bytes_of: Callable[[Estimate], float],
+    chosen: Estimate | None = None,
+) -> Iterator[Estimate]:
+    """List some of the frontier, with one that must be among them."""
+    frontier = frontier_of(estimates, bytes_of)
+    if chosen is not None:
+        above = [c for c in frontier if bytes_of(c) > bytes_of(chosen) and c is not chosen]
+        below = [c for c in frontier if bytes_of(c) < bytes_of(chosen)]
+        last, frontier = frontier[-1], [*above, chosen, *below]
+    else:
+        last = frontier[-1]
+    share = bytes_of(last) / bytes_of(frontier[0])
+    step = max(STEP, 1 - share ** (1 / MOST_STEPS))
+    before = math.inf
+    for one in frontier:
+        if one in (chosen, last) or bytes_of(one) < before * (1 - step):
+            before = bytes_of(one)
+            yield one
+
+
+def shown_frontier(
+    estimates: Sequence[Estimate], bytes_of: Callable[[Estimate], float], chosen: Estimate
+) -> Iterator[Estimate]:
+    """List the frontier; what is advised against comes last, where nothing else needs as little."""
+    advised = [one for one in estimates if one.variant.rank < NOT_ADVISED]
+    if chosen in advised:
+        yield from thinned_frontier(advised, bytes_of, chosen)
+        return
+    yield from thinned_frontier(advised, bytes_of)
+    least = min(map(bytes_of, advised))
+    others = [one for one in estimates if one is chosen or bytes_of(one) < least]
+    others = [one for one in others if one.variant.rank == NOT_ADVISED]
+    yield from thinned_frontier(others, bytes_of, chosen)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.dominant_parts import embedding_tables
-from lightning_memsave.planning.block_costs import KEEP, BlockCosts
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts, RecordedBlocks, value_of
 from lightning_memsave.planning.candidates import (
     MICRO_BATCH,
     OFFLOAD,
@@ -25,7 +25,6 @@ from lightning_memsave.planning.constants import (
     NEAR,
     SMALLER,
 )
-from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variant import (
     NO_LIMIT,
@@ -58,8 +57,6 @@ _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, OFFLOAD)
 
 
 class Variants:
-    """Records variants of a step."""
-
     def __init__(
         self,
         what_if: WhatIf,
@@ -122,7 +119,6 @@ class Variants:
 
     @property
     def has_last_resort(self) -> bool:
-        """Whether something that is advised against may be on."""
         return any(
             one.is_advised_against and self.exactness.allows(one.exactness) and self._is_open(one)
             for one in self._all_options()
@@ -134,7 +130,6 @@ class Variants:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
         return self._limit_s - self.seconds_so_far
 
     @property
@@ -144,7 +139,6 @@ class Variants:
 
     @property
     def seconds_so_far(self) -> float:
-        """Seconds of processor time since the beginning."""
         return processor_time_s() - self._start_s
 
     @property
@@ -184,7 +178,6 @@ class Variants:
         self.room, self.slowest_s = room, math.inf
 
     def unchanged(self) -> Variant | None:
-        """Record the step with nothing on."""
         return self._record([])
 
     def all(self) -> list[Variant]:
@@ -205,7 +198,7 @@ class Variants:
 
     def on_host(self, *, in_parts: bool) -> Iterator[Variant]:
         """Record variants with something in host memory, beside everything that helps."""
-        if OFFLOAD not in self._open or self.what_if.device == "cpu":
+        if OFFLOAD not in self._open or self.what_if.step.device == "cpu":
             return
         chosen = self._helpful()
         tried: set[str] = set()  # forms may become smaller meanwhile
@@ -271,7 +264,6 @@ class Variants:
         return [c for c in self._options() if c.changes.items() <= changes]
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        """Predict a plan whole."""
         changes = dict(variant.changes)
         if variant.costs is not None:
             changes[RECOMPUTED] = value_of(kinds)
@@ -358,7 +350,7 @@ class Variants:
 
     # On a CPU precision stays as it is.
     def _may_set(self, name: str, value: Any) -> bool:
-        if name == "precision" and self.what_if.device == "cpu":
+        if name == "precision" and self.what_if.step.device == "cpu":
             return False
         given = self.what_if.step.settings.get(name)
         return name in self._open or given == value

@@ -56,21 +56,17 @@ class Peaks:
 
     @property
     def event(self) -> Event:
-        """The event at the peak."""
         return self.events[self.at_peak]
 
     @property
     def peak(self) -> MemoryBreakdown:
-        """Bytes by category at the peak."""
         return self._breakdown(self.at_peak)
 
     @property
     def by_phase(self) -> dict[str, MemoryBreakdown]:
-        """Bytes by category at the peak of each phase."""
         return {phase: self._breakdown(at) for phase, at in self.by_phase_index.items()}
 
     def by_module(self) -> dict[str, MemoryBreakdown]:
-        """Split the peak by module: bytes by category under the name of each."""
         found: dict[str, dict[str, int]] = {}
         for tensor in self._alive(self.at_peak):
             of_module = found.setdefault(tensor.module, {})
@@ -80,7 +76,6 @@ class Peaks:
         return result
 
     def largest(self, limit: int = NUM_LARGEST) -> tuple[TensorMemory, ...]:
-        """List the storages alive at the peak, largest first, at most ``limit``."""
         found = sorted(self._alive(self.at_peak), key=lambda tensor: -tensor.num_bytes)
         return tuple(found[:limit])
 
@@ -142,7 +137,6 @@ class Peaks:
         return StepTrace(tuple(storages), (*there, *changes), (*before, *places))
 
     def changes(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the requests to an allocator."""
         places: dict[int, list[tuple[int, int]]] = {}
         num_others = len(self.blocks) - len(self._workspace_places)
         firsts = [*[0] * num_others, *self._workspace_places]
@@ -175,7 +169,6 @@ class Peaks:
 
 
 def peak_bytes(recording: Recording) -> int:
-    """Return the highest number of live bytes."""
     return max(itertools.accumulate(event.change for event in recording.events), default=0)
 
 

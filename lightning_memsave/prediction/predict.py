@@ -37,11 +37,15 @@ from lightning_memsave.prediction.cuda.kernels import (
     cuda_kernels,
     module_assumptions,
 )
-from lightning_memsave.prediction.fake.function_caches import cached_functions
-from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors, remedy_for
+from lightning_memsave.prediction.fake.tensors import (
+    FakeTensors,
+    cached_functions,
+    fake_tensors,
+    remedy_for,
+)
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
-from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.simulate import (
     MAX_ACCUMULATED,
     SimulationSettings,
@@ -71,7 +75,6 @@ def summarise(
     context_bytes: int = 0,
     pageable_bytes: int = 0,
 ) -> MemoryPrediction:
-    """Build a `MemoryPrediction` from a `Recording`."""
     peaks = Peaks(recording, extra, workspaces, has_run=has_run)
     blocks: dict[str, Any] = {}
     if device == "cuda":
@@ -95,13 +98,8 @@ def summarise(
         kept_gradient_bytes=recording.kept_gradient_bytes,
         by_phase=peaks.by_phase,
         modules=tuple(
-            ModuleMemory(
-                info.name,
-                info.class_name,
-                info.num_parameters,
-                by_module.get(info.name, MemoryBreakdown()),
-            )
-            for info in recording.modules
+            replace(module, memory=by_module.get(module.name, MemoryBreakdown()))
+            for module in recording.modules
         ),
         largest_tensors=peaks.largest(),
         peak_phase=peaks.event.phase,

@@ -20,24 +20,18 @@ from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.memory import HOST
 from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
+from lightning_memsave.prediction.result import ModuleMemory
 from lightning_memsave.prediction.snapshot import Origin
 from lightning_memsave.prediction.work import Work, WorkCounter
+from lightning_memsave.prediction.wrapped_module import own_modules
 from lightning_memsave.techniques.optimizer_step import is_updating
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 _PRODUCTS = frozenset(
-    {
-        *(
-            "aten.mm",
-            "aten.addmm",
-            "aten.bmm",
-            "aten.baddbmm",
-            "aten.addbmm",
-            "aten.addmv",
-            "aten.mv",
-        ),
+    (
+        *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv")),
         "lightning_memsave.add_product",
-    }
+    )
 )
 _OLDER = frozenset({"other", "input"})
 # CUDA's kernel allocates the mask first; other kernels allocate their results in order.
@@ -55,20 +49,9 @@ class Event:
     op: str
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleInfo:
-    """One module of a recording."""
-
-    name: str
-    class_name: str
-    num_parameters: int
-
-
 @dataclass(slots=True)
 class Recording:
-    """Allocations and frees of training steps."""
-
-    modules: tuple[ModuleInfo, ...] = ()
+    modules: tuple[ModuleMemory, ...] = ()
     events: list[Event] = field(default_factory=list)
     batch_ends: list[int] = field(default_factory=list)
     host_bytes: int = 0
@@ -78,7 +61,6 @@ class Recording:
     work: Work = field(default_factory=Work)
 
     def copy(self) -> Self:
-        """Copy it as it is now; storages are shared."""
         return replace(self, events=list(self.events), batch_ends=list(self.batch_ends))
 
 
@@ -100,24 +82,22 @@ class StepProfile(LiveTensors):
     ) -> None:
         super().__init__(module, optimizers, device)
         self._deadline_s = math.inf if deadline_s is None else deadline_s
-        self._names = {id(part): name for name, part in module.named_modules()}
+        named = list(own_modules(module))
+        self._names = {id(part): name for name, part in named}
         sizes: dict[str, int] = {}
         # Tied parameters belong to the first module.
         self._owners: dict[Tensor, str] = {}
-        for name, part in module.named_modules():
+        for name, part in named:
             for parameter in part.parameters(recurse=False):
                 if self._owners.setdefault(parameter, name) == name:
                     sizes[name] = sizes.get(name, 0) + parameter.numel()
         self.recording = Recording(
             tuple(
-                ModuleInfo(name, type(part).__name__, sizes.get(name, 0))
-                for name, part in module.named_modules()
+                ModuleMemory(name, type(part).__name__, sizes.get(name, 0)) for name, part in named
             )
         )
         self._buffer_owners = {
-            id(buffer): name
-            for name, part in module.named_modules()
-            for buffer in part.buffers(recurse=False)
+            id(buffer): name for name, part in named for buffer in part.buffers(recurse=False)
         }
         self._is_older = False
         self._num_running_closures = 0
@@ -128,17 +108,14 @@ class StepProfile(LiveTensors):
         self._running: list[str] = [""]
 
     def end_batch(self) -> None:
-        """Mark the end of a batch."""
         self.recording.batch_ends.append(len(self.recording.events))
         self.recording.work = self._work.work()
         self.recording.host_bytes = self._peak_host_bytes
 
     def reset_host_peak(self) -> None:
-        """Reset the peak of host memory to what is there now."""
         self._peak_host_bytes = self._host_bytes
 
     def start_step(self) -> None:
-        """Count the kernels of an optimizer step, from its first batch on."""
         self._work.clear()
 
     @override

@@ -27,13 +27,11 @@ class ModuleMemory:
     name: str
     class_name: str
     num_parameters: int
-    memory: MemoryBreakdown
+    memory: MemoryBreakdown = field(default_factory=MemoryBreakdown)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
-    """One storage alive at the peak."""
-
     category: str
     num_bytes: int
     module: str = ""
@@ -45,8 +43,6 @@ class TensorMemory:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Live bytes through one training step."""
-
     phases: tuple[str, ...] = ()
     by_category: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peak_index: int = 0
@@ -59,8 +55,6 @@ _EXPANDABLE = ": try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True, slots=True)
 class GpuFit:
-    """Whether a predicted step fits a GPU."""
-
     gpu: Gpu
     needed_bytes: int
     tensor_bytes: int
@@ -72,7 +66,6 @@ class GpuFit:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory fits the GPU."""
         return self.spare_bytes + self.pageable_bytes >= 0
 
     @property
@@ -82,7 +75,6 @@ class GpuFit:
 
     @property
     def note(self) -> str:
-        """Advice if the result is close; empty if it is clear."""
         if self.fits and self.spare_bytes < 0:
             return (
                 f"with {format_bytes(-self.spare_bytes)} of its optimizer state in host memory, of "
@@ -101,7 +93,6 @@ class GpuFit:
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
         return {
             "name": self.gpu.name,
             "total_bytes": self.gpu.total_bytes,
@@ -121,6 +112,12 @@ class GpuFit:
             f"{verb} {self.gpu.name} ({format_bytes(self.gpu.total_bytes)}): it needs "
             f"{format_bytes(self.needed_bytes)}, {over}"
         )
+
+
+_SIZES = (
+    *("allocated_bytes", "reserved_bytes", "least_reserved_bytes", "context_bytes"),
+    *("workspace_bytes", "kept_gradient_bytes", "pageable_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -240,30 +237,21 @@ class MemoryPrediction(JupyterMixin):
         Returns:
             The fields by name; breakdowns as ``peak_bytes`` and ``by_category``.
         """
+
+        def fields(*names: str) -> dict[str, Any]:
+            return {name: getattr(self, name) for name in names}
+
         return {
-            "device": self.device,
-            "model": self.model,
-            "num_parameters": self.num_parameters,
-            "peak_bytes": self.peak_bytes,
+            **fields("device", "model", "num_parameters", "peak_bytes"),
             "by_category": self.peak.by_category(),
             "host_bytes": self.peak.host_bytes,
             "device_bytes": self.device_bytes,
-            "allocated_bytes": self.allocated_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "least_reserved_bytes": self.least_reserved_bytes,
-            "context_bytes": self.context_bytes,
-            "workspace_bytes": self.workspace_bytes,
-            "kept_gradient_bytes": self.kept_gradient_bytes,
-            "pageable_bytes": self.pageable_bytes,
+            **fields(*_SIZES),
             "by_phase": {
                 phase: {"peak_bytes": memory.total_bytes, "by_category": memory.by_category()}
                 for phase, memory in self.by_phase.items()
             },
-            "peak": {
-                "phase": self.peak_phase,
-                "module": self.peak_module,
-                "op": self.peak_op,
-            },
+            "peak": {"phase": self.peak_phase, "module": self.peak_module, "op": self.peak_op},
             "modules": [
                 {
                     "name": module.name,
@@ -281,10 +269,8 @@ class MemoryPrediction(JupyterMixin):
                 "by_category": {k: list(v) for k, v in self.timeline.by_category.items()},
                 "peak_index": self.timeline.peak_index,
             },
-            "settings": dict(self.settings),
-            "ineffective": dict(self.ineffective),
-            "assumptions": list(self.assumptions),
-            "guesses": list(self.guesses),
+            **{name: dict(value) for name, value in fields("settings", "ineffective").items()},
+            **{name: list(value) for name, value in fields("assumptions", "guesses").items()},
             "seconds": self.seconds,
         }
 
@@ -339,12 +325,7 @@ class MemoryPrediction(JupyterMixin):
                 {k: tuple(v) for k, v in found["timeline"]["by_category"].items()},
                 found["timeline"]["peak_index"],
             ),
-            allocated_bytes=found.get("allocated_bytes"),
-            reserved_bytes=found["reserved_bytes"],
-            least_reserved_bytes=found.get("least_reserved_bytes"),
-            context_bytes=found["context_bytes"],
-            workspace_bytes=found.get("workspace_bytes", 0),
-            kept_gradient_bytes=found.get("kept_gradient_bytes", 0),
+            **{name: found[name] for name in _SIZES if name in found},
             settings=found["settings"],
             ineffective=found.get("ineffective", {}),
             assumptions=tuple(found["assumptions"]),
@@ -369,7 +350,6 @@ class MemoryPrediction(JupyterMixin):
 
 
 def headline(prediction: MemoryPrediction) -> list[RenderableType]:
-    """Format total, settings and place of the peak in a few lines."""
     count = prediction.num_parameters
     parameters = f", {count:,} parameters" if count else ""
     title = (
@@ -403,7 +383,6 @@ def headline(prediction: MemoryPrediction) -> list[RenderableType]:
 
 
 def needed_memory(prediction: MemoryPrediction) -> Table:
-    """Make a table of the memory that a CUDA device needs: tensors, allocator gaps and context."""
     context = prediction.context_bytes
     table = figure_table("device memory needed", "", numbers=("",))
     for name, num_bytes in (
@@ -418,7 +397,6 @@ def needed_memory(prediction: MemoryPrediction) -> Table:
 
 
 def categories(prediction: MemoryPrediction) -> Table:
-    """Make a table of the peak, and that of each phase, by category."""
     phases = [phase for phase in PHASES if phase in prediction.by_phase]
     numbers = ("at the peak", "share", *phases)
     table = figure_table("category", *numbers, numbers=numbers)

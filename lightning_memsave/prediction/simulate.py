@@ -39,8 +39,6 @@ _END_HOOKS = ("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown", "o
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """Settings of a simulated fit."""
-
     package: ModuleType
     accumulate_grad_batches: int = 1
     num_batches: int = 1000

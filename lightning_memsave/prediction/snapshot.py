@@ -23,14 +23,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """Allocations and frees of one step."""
-
     storages: tuple[tuple[str, Origin], ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
     places: tuple[tuple[str, str], ...] = ()
 
     def to_snapshot(self) -> dict[str, Any]:
-        """Convert it to the format of ``torch.cuda.memory._snapshot``."""
         if not self.changes:
             raise ConfigurationError(
                 "The prediction has no events to write: it was read from JSON. Predict again with "

@@ -39,8 +39,6 @@ _DEFAULT_PRECISION = ("32", "32-true")
 
 @dataclass(frozen=True)
 class RunningFit:
-    """Facts about a fit that is already running."""
-
     num_batches: int = 1000
     other_bytes: int = 0
     has_started: bool = True
@@ -49,8 +47,6 @@ class RunningFit:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step to predict: model, batch, settings and device."""
-
     model: nn.Module | Callable[[], nn.Module] | None
     batch: Any
     make_callback: Callable[..., Any]
@@ -116,7 +112,6 @@ class TrainingStep:
 
     @cached_property
     def trainer_settings(self) -> Mapping[str, Any]:
-        """The Trainer arguments that affect memory."""
         arguments = _select_memory_arguments(self.trainer_arguments)
         if 0 <= arguments.get("max_steps", -1) < MAX_STEPS:
             del arguments["max_steps"]
@@ -124,13 +119,11 @@ class TrainingStep:
 
     @property
     def precision(self) -> str:
-        """Training precision, such as ``"bf16-mixed"``."""
         chosen = self.trainer_settings.get("precision")
         return str(self.effective_settings["precision"] or chosen or "32-true")
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability of the GPU, or the assumed one."""
         return (self.gpu and self.gpu.compute_capability) or _CAPABILITY
 
     @property
@@ -149,7 +142,6 @@ class TrainingStep:
         return module if is_lightning(module) else wrap(module, self.optimizer, self.loss)
 
     def build(self, fakes: FakeTensors) -> tuple[Any, Any]:
-        """Build the LightningModule and the batch on fake tensors."""
         fake_module, batch = self.build_module(fakes), self.batch
         if inspect.isroutine(batch):
             with real_tensors():

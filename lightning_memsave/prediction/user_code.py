@@ -55,7 +55,6 @@ def build_module(make: Any, name: str = "", fix: str = _HOW_CALLED) -> nn.Module
 
 
 def build_without_data(make: Any) -> nn.Module:
-    """Call a function that returns a module, on fake tensors."""
     with fake_tensors():
         module = build_module(make)
         # A LightningModule may create its layers here; a second call must do nothing.

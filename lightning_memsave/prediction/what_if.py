@@ -3,29 +3,140 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from lightning_memsave.errors import MemsaveError
-from lightning_memsave.measure.parameters import ParameterTable, parameter_table
-from lightning_memsave.prediction.batch_sizes import (
-    SequenceAxis,
-    find_axis,
-    find_sequence,
-    sample_count,
-    with_length,
-    with_samples,
+from lightning_memsave.core.nested import (
+    attributes_of,
+    items_of,
+    with_attributes,
+    with_items,
 )
-from lightning_memsave.prediction.cuda.gpus import Gpu
+from lightning_memsave.errors import ConfigurationError, MemsaveError
+from lightning_memsave.measure.parameters import ParameterTable, parameter_table
+from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
+from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import TrainingStep
 from lightning_memsave.trainer.precision import overflows_in_float16
+
+_IDS_NDIM = 2  # token ids: (samples, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceAxis:
+    axis: int
+    length: int
+
+
+def sample_count(batch: Any) -> int | None:
+    """Return the batch size shared by all tensors; other objects are ignored."""
+    sizes = {tensor.shape[0] for tensor in tensors_in_batch(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def with_samples(batch: Any, num_samples: int) -> Any:
+    """Return the batch with another number of samples, repeating them as needed.
+
+    Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
+    """
+    now = sample_count(batch)
+    assert now, "the caller checked `sample_count`"
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return _resized_axis(tensor, 0, num_samples)
+
+    return _mapped(batch, _once(change), lambda of_list: _resized(of_list, now, num_samples))
+
+
+def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
+    """Find the sequence axis."""
+    tensors = list(tensors_in_batch(batch))
+    if axis is not None:
+        if type(axis) is not int or axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
+            raise ConfigurationError(
+                f"`sequence_axis={axis!r}` is not a sequence axis of this batch: it must be from "
+                f"1 to {max([t.ndim for t in tensors], default=1) - 1}. For tensors of shape "
+                "(samples, tokens, features) it is 1."
+            )
+        return SequenceAxis(axis, next(t.shape[axis] for t in tensors if t.ndim > axis))
+    ids = [t for t in tensors if t.ndim == _IDS_NDIM and not t.is_floating_point()]
+    lengths = {tensor.shape[1] for tensor in ids}
+    return SequenceAxis(1, lengths.pop()) if len(lengths) == 1 else None
+
+
+def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
+    """Find the axis whose length is one that the model attends to."""
+    tensors = list(tensors_in_batch(batch))
+    for length in lengths:
+        for tensor in tensors:
+            if length in tensor.shape[1:]:
+                return SequenceAxis(tensor.shape[1:].index(length) + 1, length)
+    return None
+
+
+def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
+    """Return the batch with another sequence length, repeating tokens as needed.
+
+    Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        axes = [a for a in range(sequence.axis, tensor.ndim) if tensor.shape[a] == sequence.length]
+        for axis in axes:
+            tensor = _resized_axis(tensor, axis, length)
+        return tensor
+
+    return _mapped(batch, _once(change), lambda of_list: of_list)
+
+
+def _resized_axis(tensor: Tensor, axis: int, size: int) -> Tensor:
+    shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
+    if math.prod(shape) > MAX_KNOWN_NUMEL:
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    chosen = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+    return tensor.detach().index_select(axis, chosen)
+
+
+# A tensor that occurs twice in the batch must stay one tensor.
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    changed: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return once
+
+
+def _mapped(
+    value: Any, of_tensor: Callable[[Tensor], Tensor], of_list: Callable[[Any], Any]
+) -> Any:
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if isinstance(value, list) and value and next(tensors_in(value), None) is None:
+        return of_list(value)
+    items = {name: _mapped(item, of_tensor, of_list) for name, item in items_of(value)}
+    if items:
+        return with_items(value, items)
+    held = {name: _mapped(item, of_tensor, of_list) for name, item in attributes_of(value)}
+    return with_attributes(value, held)
+
+
+def _resized(values: list[Any], now: int, num_samples: int) -> list[Any]:
+    if len(values) != now:
+        return values
+    return [values[i % now] for i in range(num_samples)]
+
 
 # Where the tokens are in what each of them takes.
 _TOKEN_AXES = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
@@ -33,14 +144,11 @@ _TOKEN_AXES = {"scaled_dot_product_attention": -2, "multi_head_attention_forward
 
 @dataclass
 class Observed:
-    """What was seen."""
-
     optimizers: list[str] = field(default_factory=list)
     attended: set[int] = field(default_factory=set)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Look until the context is left."""
         functional: Any = torch.nn.functional
         originals = {name: getattr(functional, name) for name in _TOKEN_AXES}
         hook = register_optimizer_step_pre_hook(self._note_optimizer)
@@ -71,13 +179,11 @@ class Observed:
 
 
 def attention_of(module: nn.Module) -> str | None:
-    """Say which kind of attention a model uses."""
     found = _models(module)
     return found[0].config._attn_implementation if found else None
 
 
 def set_attention(module: nn.Module, kind: str) -> None:
-    """Let all Hugging Face models in a module use a kind of attention."""
     for model in _models(module):
         model.set_attn_implementation(kind)
 
@@ -122,8 +228,6 @@ class ImpossibleVariantError(MemsaveError):
 
 @dataclass
 class WhatIf:
-    """A training step, and predictions of its variants, each made once."""
-
     step: TrainingStep
     table: ParameterTable
     configured: str = ""
@@ -135,35 +239,19 @@ class WhatIf:
 
     @property
     def can_predict(self) -> bool:
-        """Whether there are a batch and code for the model."""
         return self.step.model is not None and self.step.batch is not None
-
-    @property
-    def batch(self) -> Any:
-        """The batch; ``None`` without one."""
-        return self.step.batch
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The GPU that the step should fit."""
-        return self.step.gpu
-
-    @property
-    def device(self) -> str:
-        """Whose kernels are assumed."""
-        return self.step.device
 
     @property
     def num_samples(self) -> int | None:
         """Samples of the batch; ``None`` if they cannot be counted."""
-        return sample_count(self.batch)
+        return sample_count(self.step.batch)
 
     @property
     def sequence(self) -> SequenceAxis | None:
         """Where the sequence runs in the batch: token ids, or else what is attended to."""
         if self.known_sequence is not None or not self.can_predict:
             return self.known_sequence
-        return find_axis(self.batch, self.lengths)
+        return find_axis(self.step.batch, self.lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -175,7 +263,6 @@ class WhatIf:
 
     @property
     def optimizer_name(self) -> str:
-        """Who updates the parameters, for sentences."""
         return " and ".join(self.observed.optimizers) or self.configured or "the optimizer"
 
     @property
@@ -188,7 +275,7 @@ class WhatIf:
         key = self._key({}, None, None, None)
         if not isinstance(self._known.get(key), MemoryPrediction):
             with self.observed.looking():
-                self._known[key] = self._predict({}, self.batch, None)
+                self._known[key] = self._predict({}, self.step.batch, None)
         found = self._known[key]
         assert isinstance(found, MemoryPrediction), "it was made above"
         return found
@@ -202,13 +289,12 @@ class WhatIf:
         attention: str | None = None,
         limit_s: float = math.inf,
     ) -> MemoryPrediction:
-        """Predict a variant of the step: settings, batch size, sequence length or attention."""
         changes = changes or {}
         num_samples = None if num_samples == self.num_samples else num_samples
         key = self._key(changes, num_samples, length, attention)
         if key not in self._known:
             try:
-                batch = self.batch
+                batch = self.step.batch
                 if num_samples is not None:
                     batch = with_samples(batch, num_samples)
                 if length is not None and self.sequence is not None:

@@ -40,8 +40,6 @@ _LAUNCHES_OF_8BIT = 8
 
 
 class Kernel(NamedTuple):
-    """A kernel."""
-
     phase: Phase
     kind: Kind
     dtype: str
@@ -59,18 +57,14 @@ def launches_of(num_tensors: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The kernels of a training step."""
-
     kernels: tuple[tuple[Kernel, float], ...] = ()
 
     @property
     def num_launches(self) -> float:
-        """Number of kernels that are launched."""
         return sum(kernel.num_launches * count for kernel, count in self.kernels)
 
     @property
     def flop(self) -> float:
-        """Floating-point operations of products."""
         return sum(kernel.flop * count for kernel, count in self.kernels)
 
     def for_batches(self, factor: float) -> "Work":
@@ -84,14 +78,11 @@ class Work:
 
 
 class WorkCounter:
-    """Counts kernels by what they do."""
-
     def __init__(self) -> None:
         self._counts: Counter[Kernel] = Counter()
         self._flop: dict[Any, int] = {}
 
     def clear(self) -> None:
-        """Forget what was counted."""
         self._counts.clear()
 
     def add(
@@ -104,7 +95,6 @@ class WorkCounter:
         in_step: bool,
         module_of: Callable[[Phase], str] = lambda phase: "",
     ) -> None:
-        """Count an operator."""
         traits = _traits_of(func)
         if not traits.has_kernel:
             return
@@ -145,7 +135,6 @@ class WorkCounter:
         return self._flop[key]
 
     def work(self) -> Work:
-        """Return what was counted so far."""
         return Work(tuple(self._counts.items()))
 
 

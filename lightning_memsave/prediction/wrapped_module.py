@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_memsave.core.nested import items_of
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.prediction.work import Work
 from lightning_memsave.trainer.trainer import PACKAGES
 
 _WRAPPER = "wrapped"
@@ -32,19 +31,16 @@ def inner_of(module: nn.Module) -> nn.Module:
 
 
 def is_lightning(module: nn.Module) -> bool:
-    """Return whether a module is a LightningModule of either package."""
     starts = tuple(f"{package}." for package in PACKAGES)
     return any(cls.__module__.startswith(starts) for cls in type(module).__mro__)
 
 
 def installed_package() -> Any:
-    """Import the first of Lightning's two packages that is installed."""
     installed = (name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]))
     return importlib.import_module(next(installed))
 
 
 def wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
-    """Wrap a module in a LightningModule that trains it."""
     package: Any = installed_package()
 
     class Wrapped(_Wrapper, package.LightningModule):  # type: ignore[misc]
@@ -80,32 +76,17 @@ def _checked_loss(found: Any) -> Any:
     )
 
 
+def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over the user's modules by their names there, without the wrapper."""
+    yield from inner_of(module).named_modules()
+
+
 def unwrap(prediction: MemoryPrediction, module: nn.Module, has_loss: bool) -> MemoryPrediction:
-    """Remove the wrapper from the module names of a prediction."""
+    """Remove the wrapper from the sentences of a prediction."""
     if not isinstance(module, _Wrapper):
         return prediction
-
-    def own(name: str) -> str:
-        return "" if name == _WRAPPER else name.removeprefix(f"{_WRAPPER}.")
-
-    outer, inner, *others = prediction.modules
-    inner = replace(inner, name="", memory=inner.memory + outer.memory)
     return replace(
         prediction,
-        modules=(inner, *(replace(module, name=own(module.name)) for module in others)),
-        largest_tensors=tuple(
-            replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
-        ),
-        peak_module=own(prediction.peak_module),
-        trace=replace(
-            prediction.trace,
-            storages=tuple(
-                (category, replace(origin, module=own(origin.module)))
-                for category, origin in prediction.trace.storages
-            ),
-            places=tuple((phase, own(name)) for phase, name in prediction.trace.places),
-        ),
-        work=Work(tuple((k._replace(module=own(k.module)), n) for k, n in prediction.work.kernels)),
         assumptions=(*(() if has_loss else (_LOSS,)), *prediction.assumptions),
         ineffective={
             name: why.replace("`Wrapped`", f"`{prediction.model}`")

@@ -185,7 +185,6 @@ def explain_what_if(
     factors: Collection[str] | None = None,
     remedies: bool = True,
 ) -> MemoryExplanation:
-    """Explain a step; `explain_memory` reads its arguments."""
     sentences = sentences_of(what_if, cardinalities)
     answers = explain_factors(what_if, factors)
     found = tuple(remedies_of(what_if)) if remedies and what_if.can_predict else None
@@ -195,7 +194,7 @@ def explain_what_if(
         answers,
         what_if.base() if what_if.can_predict else None,
         found,
-        what_if.gpu,
+        what_if.step.gpu,
         what_if.num_predictions,
     )
 

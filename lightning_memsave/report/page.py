@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_memsave.core.files import replacing
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.report.text import group_tensors
 from lightning_memsave.report.tree import module_lines
@@ -37,34 +38,10 @@ CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A table of texts, in which backticks mark code."""
-
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     sizes: tuple[int | None, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PagePlan:
-    """A point of `PageFrontier`."""
-
-    device_bytes: int
-    time_ratio: float
-    exactness: str
-    how: str
-    is_verified: bool = True
-    fits: bool = True
-    is_chosen: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PageFrontier:
-    """Plans, drawn as memory against time."""
-
-    plans: tuple[PagePlan, ...]
-    budget_bytes: int
-    unchanged_bytes: int
 
 
 def write_page(
@@ -76,7 +53,8 @@ def write_page(
     device_name: str = "",
     notes: Sequence[str] = (),
     tables: Sequence[PageTable] = (),
-    frontier: PageFrontier | None = None,
+    plan: MemoryPlan | None = None,
+    unchanged_bytes: int = 0,
 ) -> Path:
     """Write predictions as an HTML page.
 
@@ -92,7 +70,8 @@ def write_page(
         device_name: Name of the device, such as ``"RTX-3060-12GB"``; by default its size.
         notes: Lines of text for the section of notes.
         tables: Tables below the headline, such as those of `MemoryExplanation.tables`.
-        frontier: Plans to draw as memory against time.
+        plan: Plans to draw as memory against time.
+        unchanged_bytes: Beside them, what the unchanged step needs.
 
     Returns:
         The path of the file.
@@ -120,7 +99,8 @@ def write_page(
         device_name=device_name,
         notes=notes,
         tables=tables,
-        frontier=frontier,
+        plan=plan,
+        unchanged_bytes=unchanged_bytes,
     )
     path = Path(path)
     if not path.parent.is_dir():
@@ -147,7 +127,8 @@ def make_page(
     device_name: str = "",
     notes: Sequence[str] = (),
     tables: Sequence[PageTable] = (),
-    frontier: PageFrontier | None = None,
+    plan: MemoryPlan | None = None,
+    unchanged_bytes: int = 0,
 ) -> bytes:
     """Return the HTML that `write_page` writes, in UTF-8."""
     if not predictions:
@@ -167,7 +148,7 @@ def make_page(
         "device_name": device_name,
         "notes": list(notes),
         "tables": [asdict(table) for table in tables],
-        "frontier": None if frontier is None else asdict(frontier),
+        "frontier": None if plan is None else _frontier(plan, unchanged_bytes),
         "categories": list(CATEGORIES.items()),
         "predictions": [{"name": name, **_plain(found)} for name, found in predictions],
     }
@@ -188,6 +169,15 @@ def make_page(
         table=_table_without_script(predictions),
     )
     return page.encode("utf-8", "replace")
+
+
+def _frontier(found: MemoryPlan, unchanged_bytes: int) -> dict[str, Any]:
+    plans = [
+        plan.to_dict() | {"fits": found.fits(plan), "is_chosen": plan == found.plan}
+        for plan in found.frontier
+    ]
+    sizes = {"budget_bytes": found.budget_bytes, "unchanged_bytes": unchanged_bytes}
+    return {"plans": plans, **sizes}
 
 
 def _plain(prediction: MemoryPrediction) -> dict[str, Any]:

@@ -28,7 +28,6 @@ def print_prediction(
     max_depth: int | None = 2,
     max_tensors: int = 10,
 ) -> None:
-    """Print a prediction, in colour if the terminal supports it."""
     shown = rich_prediction(prediction, fits=fits, max_depth=max_depth, max_tensors=max_tensors)
     show(shown)
 
@@ -40,7 +39,6 @@ def rich_prediction(
     max_depth: int | None = 2,
     max_tensors: int = 10,
 ) -> Group:
-    """Render a prediction: memory needed, GPUs it fits, categories, phases and modules."""
     if max_tensors < 0:
         raise ConfigurationError(
             f"`max_tensors={max_tensors}` is not valid: it must be at least 0. Use 0 for no table."
@@ -76,7 +74,6 @@ def show(*parts: RenderableType) -> None:
 
 
 def gpu_table(fits: Sequence[GpuFit]) -> Table:
-    """Make a table of GPUs and whether the step fits them."""
     numbers = ("has", "needs", "left")
     table = figure_table("GPU", "fits", *numbers, numbers=numbers)
     for fit in fits:
@@ -89,7 +86,6 @@ def gpu_table(fits: Sequence[GpuFit]) -> Table:
 
 
 def variants_table(cases: Sequence[tuple[str, MemoryPrediction, Sequence[GpuFit]]]) -> Table:
-    """Make a table that compares settings (name, prediction, GPUs) with the first one."""
     numbers = ("needs", "difference", "tensors")
     table = figure_table("settings", *numbers, numbers=numbers)
     gpus = [fit.gpu.name for fit in cases[0][2]] if cases else []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -25,26 +25,14 @@ _COLUMNS = (
 )
 
 
-class _Row(Protocol):
-    """A module with its size, submodules included."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def class_name(self) -> str: ...
-
-
-RowT = TypeVar("RowT", bound=_Row)
-
-
 @dataclass(slots=True)
-class _Node(Generic[RowT]):
+class _Node:
     """Modules that share a line: a single one, or equal blocks."""
 
     label: str
-    rows: list[RowT]
+    rows: list[Any]
     size: int
-    children: list["_Node[RowT]"] = field(default_factory=list)
+    children: list["_Node"] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +54,7 @@ def module_lines(
     Equal neighbours in a list share a line.
     """
     own = {module.name: replace(module, class_name="") for module in modules}
-    builder = _TreeBuilder[ModuleMemory](
+    builder = _TreeBuilder(
         size_of=lambda module: module.memory.total_bytes,
         kind_of=lambda module: (module.class_name, module.num_parameters),
         own_of=lambda module: own.get(module.name),
@@ -109,7 +97,7 @@ def parameter_tree(
     table: ParameterTable, *, max_depth: int | None = None, min_share: float = 0.005
 ) -> Group:
     """Make a table of the parameters by module, equal blocks in one line, largest first."""
-    builder = _TreeBuilder[ModuleParameters](
+    builder = _TreeBuilder(
         size_of=lambda row: row.num_parameters,
         kind_of=lambda row: (row.class_name, row.num_parameters, row.num_bytes, row.num_trainable),
         own_of=_own_parameters,
@@ -126,23 +114,23 @@ def parameter_tree(
 
 
 @dataclass(frozen=True)
-class _TreeBuilder(Generic[RowT]):
+class _TreeBuilder:
     """Builds the tree; equal neighbours named by numbers become one node."""
 
-    size_of: Callable[[RowT], int]
-    kind_of: Callable[[RowT], object]
-    own_of: Callable[[RowT], RowT | None]
+    size_of: Callable[[Any], int]
+    kind_of: Callable[[Any], object]
+    own_of: Callable[[Any], Any | None]
 
-    def build(self, rows: Sequence[RowT], missing_root: RowT) -> _Node[RowT]:
-        children: dict[str, list[RowT]] = {}
+    def build(self, rows: Sequence[Any], missing_root: Any) -> _Node:
+        children: dict[str, list[Any]] = {}
         for row in rows:
             if row.name:
                 children.setdefault(row.name.rpartition(".")[0], []).append(row)
         root = [row for row in rows if not row.name] or [missing_root]
         return self._node("(whole)", root, children)
 
-    def _node(self, label: str, rows: list[RowT], children: dict[str, list[RowT]]) -> _Node[RowT]:
-        inside: dict[str, list[RowT]] = {}
+    def _node(self, label: str, rows: list[Any], children: dict[str, list[Any]]) -> _Node:
+        inside: dict[str, list[Any]] = {}
         for row in rows:
             for child in children.get(row.name, ()):
                 inside.setdefault(child.name.rpartition(".")[2], []).append(child)
@@ -153,10 +141,10 @@ class _TreeBuilder(Generic[RowT]):
             node.children.append(self._leaf("(its own)", own))
         return node
 
-    def _leaf(self, label: str, rows: list[RowT]) -> _Node[RowT]:
+    def _leaf(self, label: str, rows: list[Any]) -> _Node:
         return _Node(label, rows, sum(map(self.size_of, rows)))
 
-    def _groups(self, inside: dict[str, list[RowT]]) -> Iterator[tuple[str, list[RowT]]]:
+    def _groups(self, inside: dict[str, list[Any]]) -> Iterator[tuple[str, list[Any]]]:
         names: list[str] = []
         kind: object = None
         for name, rows in inside.items():
@@ -174,8 +162,8 @@ def _range(names: Sequence[str]) -> str:
 
 
 def _visible_lines(
-    root: _Node[RowT], max_depth: int | None, min_share: float
-) -> Iterator[tuple[int, _Node[RowT]]]:
+    root: _Node, max_depth: int | None, min_share: float
+) -> Iterator[tuple[int, _Node]]:
     if max_depth is not None and max_depth < 0:
         raise ConfigurationError(
             f"`max_depth={max_depth}` is not a valid depth: it must be at least 0. Use `None` to "
@@ -187,7 +175,7 @@ def _visible_lines(
             "1 %."
         )
 
-    def lines(node: _Node[RowT], depth: int) -> Iterator[tuple[int, _Node[RowT]]]:
+    def lines(node: _Node, depth: int) -> Iterator[tuple[int, _Node]]:
         yield depth, node
         if max_depth is not None and depth >= max_depth:
             return
@@ -205,7 +193,7 @@ def _visible_lines(
     return lines(root, 0)
 
 
-def _class_of(node: _Node[RowT]) -> str:
+def _class_of(node: _Node) -> str:
     classes = {row.class_name for row in node.rows}
     if len(classes) != 1 or not (name := classes.pop()):
         return ""
@@ -252,9 +240,7 @@ def _own_parameters(row: ModuleParameters) -> ModuleParameters | None:
     )
 
 
-def _parameter_cells(
-    node: _Node[ModuleParameters], depth: int, num_parameters: int
-) -> tuple[str, ...]:
+def _parameter_cells(node: _Node, depth: int, num_parameters: int) -> tuple[str, ...]:
     return (
         "  " * depth + node.label,
         _class_of(node),

@@ -32,8 +32,6 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a batch."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     upper_bound: int = 2
@@ -63,24 +61,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """A batch as dtypes and shapes.
-
-    Example:
-        >>> spec = parse_batch("x=float32[8,16],y=int64[8]<10")
-        >>> {name: tuple(tensor.shape) for name, tensor in spec.build().items()}
-        {'x': (8, 16), 'y': (8,)}
-        >>> print(spec)
-        x=float32[8,16],y=int64[8]<10
-    """
+    """A batch as dtypes and shapes."""
 
     structure: Any  # a `TensorSpec`, a tuple of them, or a dict
 
-    def build(self, seed: int = 0) -> Any:
-        """Make the batch; on fake tensors under a ``FakeTensorMode``."""
-        generator = torch.Generator().manual_seed(seed)
-        return self._each(lambda spec: spec.build(generator))
-
-    def build_for_prediction(self) -> Any:
+    def build(self) -> Any:
         """Make the batch for a prediction, which needs no values of large tensors (on ``meta``)."""
         generator = torch.Generator().manual_seed(0)
 
@@ -107,14 +92,12 @@ class BatchSpec:
 
 
 def parse_sizes(text: str) -> tuple[int, ...] | None:
-    """Parse sizes such as ``"8x512"``."""
     if not _SIZES.fullmatch(text.strip()):
         return None
     return tuple(_size(size, text) for size in re.split(r"\s*x\s*", text.strip()))
 
 
 def parse_batch(text: str) -> BatchSpec:
-    """Parse a batch that is described tensor by tensor: named ones, or a tuple of others."""
     parts = [part.strip() for part in re.split(r",(?![^\[]*\])", text.strip())]
     if parts == [""]:
         raise ConfigurationError(f"Batch {text!r} has no tensor. {_HOW}")
@@ -176,7 +159,6 @@ def _size(text: str, of: str) -> int:
 
 
 def find_hugging_face_model(module: nn.Module) -> Any:
-    """Find a Hugging Face model in a module."""
     found = [
         part
         for part in module.modules()
@@ -186,7 +168,6 @@ def find_hugging_face_model(module: nn.Module) -> Any:
 
 
 def batch_of(sizes: tuple[int, ...], model: Any) -> dict[str, TensorSpec]:
-    """Describe the training batch of a Hugging Face model."""
     name, task = type(model).__name__, _task_of(model)
     if task is None or model.main_input_name not in ("input_ids", "pixel_values"):
         raise ConfigurationError(

@@ -38,7 +38,6 @@ Factory = Callable[..., Any]
 
 
 def find_factory(text: str) -> Factory:
-    """Import a class or function that returns a module."""
     found = _find_object(text)
     if isinstance(found, nn.Module):
         raise ConfigurationError(
@@ -60,7 +59,6 @@ def find_factory(text: str) -> Factory:
 
 
 def call_for_batch(text: str) -> Any:
-    """Call the function without arguments that returns the batch."""
     function = _find_object(text)
     fix = "Name a function without arguments that returns a batch."
     if not callable(function):
@@ -84,7 +82,6 @@ def _find_object(text: str) -> Any:
 
 
 def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """Bind arguments to a factory."""
     _check_arguments(text, factory, arguments)
     folder = _folder_of(text.rpartition(":")[0])
 
@@ -97,12 +94,7 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments from a shell.
-
-    Example:
-        >>> parse_arguments(["depth=4", "attn_implementation=eager", "lr=0.1", "bias=false"])
-        {'depth': 4, 'attn_implementation': 'eager', 'lr': 0.1, 'bias': False}
-    """
+    """Parse arguments from a shell."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -1,7 +1,10 @@
 """Read what can be compared: models in any form, predictions, and reports of runs."""
 
+import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -11,7 +14,67 @@ from lightning_memsave.measure.parameters import ParameterTable, parameter_table
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.user_code import build_without_data
 from lightning_memsave.targets.find import load_target
-from lightning_memsave.targets.saved import SavedPrediction, as_saved, read_saved
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrediction:
+    prediction: MemoryPrediction
+    measured_bytes: int | None = None
+
+
+def read_saved(path: str | os.PathLike[str]) -> SavedPrediction | None:
+    """Read a file of JSON; ``None`` if it is about something else."""
+    text, file = os.fspath(path), Path(path)
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    try:
+        return as_saved(json.loads(file.read_text(encoding="utf-8")), text)
+    except ValueError as error:  # also what is no text at all
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(
+            f"`{text}` is not JSON ({error}). Pass a report, a prediction or a config."
+        ) from error
+
+
+def as_saved(found: Any, name: str) -> SavedPrediction | None:
+    """Read a prediction or a report; ``None`` if it is neither."""
+    keys = found.keys() if isinstance(found, Mapping) else set()
+    if {"changes", "settings"} <= keys:
+        predicted = _section(found, "predicted")
+        if "by_phase" not in predicted:
+            why = f" ({predicted['note']})" if "note" in predicted else ""
+            raise ConfigurationError(
+                f"`{name}` is the report of a run without a prediction{why}, by which runs are "
+                "compared. Run it again with `MemSaveCallback(predict=True)`, or predict the "
+                "model: `memsave predict MODEL --batch SIZES --json`."
+            )
+        return SavedPrediction(_prediction(predicted, name), _measured(found))
+    if {"by_phase", "modules"} <= keys:
+        return SavedPrediction(_prediction(found, name))
+    return None
+
+
+# On CUDA a run measures blocks of the allocator.
+def _measured(report: Mapping[str, Any]) -> int | None:
+    measured = _section(report, "measured")
+    return measured.get("allocated_bytes") or measured.get("peak_bytes")
+
+
+def _section(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = report.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _prediction(found: Mapping[str, Any], name: str) -> MemoryPrediction:
+    try:
+        return MemoryPrediction.from_dict(found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"`{name}` is an incomplete prediction ({error}). Write it again with "
+            "`memsave predict --json`, or `MemoryPrediction.to_dict()`."
+        ) from error
+
 
 Comparable: TypeAlias = (
     nn.Module
@@ -31,7 +94,6 @@ _FORMS = (
 
 
 def read_comparable(side: Comparable) -> tuple[ParameterTable | SavedPrediction, str]:
-    """Read one side of a comparison, and name it."""
     if isinstance(side, MemoryPrediction):
         return SavedPrediction(side), side.model
     if isinstance(side, ParameterTable):

@@ -32,11 +32,6 @@ def load_target(
     Note:
         Code in a checkpoint is never run; code that the user names is. Only ``hf:`` accesses the
         Hub, and only for the config.
-
-    Example:
-        >>> target = load_target("torch.nn:Linear", arguments={"in_features": 3, "out_features": 2})
-        >>> target.build()
-        Linear(in_features=3, out_features=2, bias=True)
     """
     text = os.fspath(target).strip()
     path, arguments = Path(text), dict(arguments or {})

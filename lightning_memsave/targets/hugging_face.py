@@ -36,7 +36,6 @@ _NAME_PREFIX = "hf:"
 
 
 def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
-    """Read a config, without running its code or loading weights."""
     from transformers import AutoConfig  # noqa: PLC0415
 
     if source.startswith(_NAME_PREFIX):
@@ -57,7 +56,6 @@ def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def maker_of_config(source: str, config: Any, task: str | None) -> Callable[[], nn.Module]:
-    """Find the model class of a config."""
     cls = _class_of_task(config, task) if task else _class_of_config(source, config)
 
     def make() -> nn.Module:

@@ -20,7 +20,6 @@ _NOT_ARGUMENTS = ("callbacks", "logger", "profiler")
 
 
 def read_lightning_config(path: str, model: str | None, arguments: Mapping[str, Any]) -> Target:
-    """Read a config for ``--config``, without constructing a Trainer or data."""
     found = _section(path, _load(Path(path)), "")
     for subcommand in ("fit", "validate"):
         if "model" not in found and "trainer" not in found and subcommand in found:

@@ -21,8 +21,6 @@ from lightning_memsave.targets.code import call_for_batch
 
 @dataclass(frozen=True)
 class Target:
-    """A model that the user named, and known facts about its training."""
-
     name: str
     kind: Literal["factory", "hugging_face", "lightning_cli", "checkpoint"]
     make: Callable[[], nn.Module] | None = None
@@ -37,7 +35,6 @@ class Target:
         return self.make is not None
 
     def build(self) -> nn.Module:
-        """Construct the model; under a ``FakeTensorMode`` it needs no memory."""
         if self.make is None:
             raise ConfigurationError(
                 f"`{self.name}` is a checkpoint: it has the parameters of a model, but not its "
@@ -57,26 +54,16 @@ class Target:
 
 
 def read_batch(text: str, target: Target | None = None) -> tuple[Any, str]:
-    """Make the batch that a user described, for a prediction, and say what it is.
-
-    Example:
-        >>> read_batch("x=int64[2]<1")
-        ({'x': tensor([0, 0])}, 'x=int64[2]<1')
-    """
+    """Make the batch that a user described, for a prediction, and say what it is."""
     where, separator, _ = text.strip().rpartition(":")
     if separator and (where.endswith(".py") or where.replace(".", "").isidentifier()):
         return call_for_batch(text.strip()), text.strip()
     spec = make_batch_spec(text, target)
-    return spec.build_for_prediction(), str(spec)
+    return spec.build(), str(spec)
 
 
 def make_batch_spec(sizes: str, target: Target | None = None) -> BatchSpec:
-    """Make a batch spec from sizes, or from a description of each tensor.
-
-    Example:
-        >>> print(make_batch_spec("x=fp32[8,10], y=long[8]<3"))
-        x=float32[8,10],y=int64[8]<3
-    """
+    """Make a batch spec from sizes, or from a description of each tensor."""
     numbers = parse_sizes(sizes)
     if numbers is None:
         return parse_batch(sizes)

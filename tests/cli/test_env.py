@@ -60,7 +60,7 @@ def test_packages_that_are_not_installed(monkeypatch, capsys):
 
 
 def test_two_packages_with_the_same_module(monkeypatch, capsys):
-    monkeypatch.setattr(env, "_version", lambda package: "1.0")
+    monkeypatch.setattr(env, "installed_versions", lambda names: dict.fromkeys(names, "1.0"))
     main(["env"])
     assert "both install `pynvml.py`: run `pip uninstall nvidia-ml-py3`" in capsys.readouterr().out
 

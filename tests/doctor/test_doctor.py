@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import re
 import runpy
 import subprocess
@@ -22,8 +23,8 @@ from lightning_memsave import (
     MemSaveCallback,
     check_training,
 )
-from lightning_memsave.doctor.check import Subject
-from lightning_memsave.doctor.registry import CHECKS, run_checks
+from lightning_memsave.doctor.subject import Subject
+from lightning_memsave.doctor.training import CHECKS, run_checks
 from lightning_memsave.targets.find import load_target
 from tests.cases import MODELS
 from tests.doctor import trap_models
@@ -52,7 +53,7 @@ def cases(with_trap: bool) -> list[Any]:
 
 
 def test_each_check_has_a_trap():
-    assert list(TRAPS) == [check.name for check in CHECKS]
+    assert list(TRAPS) == list(CHECKS)
     assert all(all(pair) for name, pair in TRAPS.items() if name != "broken_packages")
 
 
@@ -180,7 +181,8 @@ class TestClaims:
 def test_the_page_lists_the_checks() -> None:
     page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE)
-    assert rows == [(check.name, check.finds) for check in CHECKS]
+    texts = {name: (inspect.getdoc(find) or "").rstrip(".") for name, find in CHECKS.items()}
+    assert rows == [(name, text[0].lower() + text[1:]) for name, text in texts.items()]
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert f"[{len(CHECKS)} known traps](docs/command_line.md)" in readme
 

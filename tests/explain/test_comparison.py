@@ -8,11 +8,12 @@ from rich.console import Console
 from torch import nn
 
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.explain.memory_changes import Change, grouped
-from lightning_memsave.explain.model_changes import (
+from lightning_memsave.explain.memory_changes import (
+    Change,
     align_names,
     compare_parameters,
     compare_predictions,
+    grouped,
 )
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from tests.tabular_bert import LARGE_VOCABULARY, SMALL_VOCABULARY, meta_tabular_bert

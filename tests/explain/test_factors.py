@@ -8,12 +8,12 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.factors import FACTORS, explain_factors
 from lightning_memsave.explain.growth import max_positions
 from lightning_memsave.measure.parameters import parameter_table
-from lightning_memsave.prediction.batch_sizes import (
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.what_if import (
     find_sequence,
     with_length,
     with_samples,
 )
-from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
 from tests.helpers import ResidentGrowth
 

@@ -3,8 +3,14 @@ from dataclasses import replace
 import pytest
 
 from lightning_memsave.core.blocks import find_blocks
-from lightning_memsave.planning.block_costs import KEEP, BlockCosts, Run, can_be_cut, runs_of
-from lightning_memsave.planning.recorded_blocks import value_of
+from lightning_memsave.planning.block_costs import (
+    KEEP,
+    BlockCosts,
+    Run,
+    can_be_cut,
+    runs_of,
+    value_of,
+)
 from lightning_memsave.planning.step_time import step_time
 from lightning_memsave.prediction.predict import predict
 from tests.planning.plans import RATES, planned, what_if_of
@@ -71,3 +77,9 @@ def test_a_cut_keeps_the_names_of_the_first_blocks():
     assert "transformer.h.4" in names
     assert "transformer.h.5" not in names
     assert hasattr(model.get_submodule("transformer.h"), "5")  # of the user's model
+
+
+def test_recomputed_blocks_are_written_as_an_argument():
+    assert value_of(["full", "full", "keep"]) == 2
+    kinds = ["nested", "full", "selective", "keep"]
+    assert value_of(kinds) == "nested:1,full:1,selective:1"

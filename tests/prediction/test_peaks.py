@@ -11,11 +11,10 @@ from lightning_memsave.prediction.peaks import MAX_POINTS, Peaks, room_for_gradi
 from lightning_memsave.prediction.predict import summarise
 from lightning_memsave.prediction.recording import (
     Event,
-    ModuleInfo,
     Recording,
     StepProfile,
 )
-from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from lightning_memsave.prediction.snapshot import Origin
 
 
@@ -24,7 +23,11 @@ class Tape:
 
     def __init__(self) -> None:
         self.recording = Recording(
-            (ModuleInfo("", "Net", 0), ModuleInfo("a", "Linear", 25), ModuleInfo("b", "Linear", 5))
+            (
+                ModuleMemory("", "Net", 0),
+                ModuleMemory("a", "Linear", 25),
+                ModuleMemory("b", "Linear", 5),
+            )
         )
         self.storages: dict[str, tuple[LiveStorage, int]] = {}
 

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.prediction.fake import (
-    kernels as _fake_kernels,
-)
-from lightning_memsave.prediction.fake import (
-    shape_cache as _remembered_kernels,
-)
+from lightning_memsave.prediction.fake import kernels as _fake_kernels
 from lightning_memsave.prediction.fake.unknown_shapes import largest_result
 
 aten = torch.ops.aten
@@ -55,7 +50,7 @@ def test_gives_what_torch_gives(name: str) -> None:
         expected = _described(func(*arguments(x)))
         for _ in range(2):  # the second one is remembered
             args = arguments(x)
-            result = _remembered_kernels.run(func, args, {})
+            result = _fake_kernels.run_cached(func, args, {})
             assert _described(result) == expected
 
 
@@ -65,14 +60,14 @@ def test_views_share_memory(name: str) -> None:
     with FakeTensorMode():
         x = torch.empty(4, 8)
         for _ in range(2):
-            result = _remembered_kernels.run(func, arguments(x), {})
+            result = _fake_kernels.run_cached(func, arguments(x), {})
             assert result.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
 def test_tells_types_of_numbers_and_default_types_apart() -> None:
     with FakeTensorMode():
         x = torch.empty(4, dtype=torch.int64)
-        run = _remembered_kernels.run
+        run = _fake_kernels.run_cached
         assert run(aten.mul.Tensor, (x, 1), {}).dtype is torch.int64
         assert run(aten.mul.Tensor, (x, 1.0), {}).dtype is torch.float32
         torch.set_default_dtype(torch.float64)
@@ -87,7 +82,7 @@ def test_refuses_what_torch_refuses() -> None:
         x = torch.empty(4, 8)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="must have same reduction dim"):
-                _remembered_kernels.run(aten.mm.default, (x, x), {})
+                _fake_kernels.run_cached(aten.mm.default, (x, x), {})
 
 
 OFFSETS = torch.tensor([3, 8, 8, 10], dtype=torch.int32)

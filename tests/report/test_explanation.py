@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_memsave.api import explain_memory, predict_memory
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.model_states import ModelStates
+from lightning_memsave.explain.dominant_parts import ModelStates
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.units import format_bytes
 from tests.explain.test_factors import IMAGES, bert, conv_net, ids

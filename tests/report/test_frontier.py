@@ -6,25 +6,23 @@ from typing import Any
 
 import pytest
 
-from lightning_memsave.report.page import PageFrontier, PagePlan, write_page
+from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.report.page import write_page
 from tests.report.chromium import Chromium
 from tests.report.test_page import EVIL, texts_in, tiny
 
 GIB = 2**30
+
+
+def plan_of(size: int, time_ratio: float, exactness: str, how: str, is_verified: bool) -> Plan:
+    return Plan({}, how, exactness, size * GIB, size * GIB, time_ratio, is_verified)
+
+
 PLANS = (
-    PagePlan(
-        10 * GIB,
-        0.9,
-        "approximate",
-        'MemSaveCallback(optimizer="8bit")',
-        is_verified=True,
-        fits=False,
-    ),
-    PagePlan(7 * GIB, 1.1, "rounding", "MemSaveCallback(micro_batch_size=4)", is_chosen=True),
-    PagePlan(
-        6 * GIB, 1.105, "bitwise", "MemSaveCallback(activation_checkpointing=2)", is_verified=False
-    ),
-    PagePlan(3 * GIB, 1.4, "bitwise", 'MemSaveCallback("all")', is_verified=False),
+    plan_of(10, 0.9, "approximate", 'MemSaveCallback(optimizer="8bit")', True),
+    plan_of(7, 1.1, "rounding", "MemSaveCallback(micro_batch_size=4)", True),
+    plan_of(6, 1.105, "bitwise", "MemSaveCallback(activation_checkpointing=2)", False),
+    plan_of(3, 1.4, "bitwise", 'MemSaveCallback("all")', False),
 )
 POINTS = """[...document.querySelectorAll('.point')].map(p => {
     const c = p.querySelector('.dot'), r = c.getBoundingClientRect();
@@ -33,8 +31,10 @@ POINTS = """[...document.querySelectorAll('.point')].map(p => {
 
 
 def opened(browser: Chromium, folder: Any, plans: Any = PLANS, budget_bytes: int = 8 * GIB) -> None:
-    frontier = PageFrontier(tuple(plans), budget_bytes, 12 * GIB)
-    browser.open(write_page(folder / "page.html", [("plan", tiny())], frontier=frontier))
+    found = MemoryPlan(budget_bytes, 0, plans[len(plans) > 1], None, tuple(plans))
+    predictions = [("plan", tiny())]
+    page = write_page(folder / "page.html", predictions, plan=found, unchanged_bytes=12 * GIB)
+    browser.open(page)
     assert browser.errors == []
     browser.run("document.querySelector('.frontier').scrollIntoView({block: 'center'})")
     browser.draw()
@@ -146,7 +146,7 @@ def test_follows_the_system(browser, tmp_path):
 
 
 def test_one_plan_that_is_the_unchanged_step(browser, tmp_path):
-    opened(browser, tmp_path, [PagePlan(12 * GIB, 1.0, "bitwise", EVIL, is_chosen=True)])
+    opened(browser, tmp_path, [plan_of(12, 1.0, "bitwise", EVIL, True)])
     assert not re.search(
         r"NaN|undefined", browser.run("document.querySelector('#frontier').innerHTML")
     )

@@ -29,8 +29,6 @@ class _Inputs(NamedTuple):
 
 
 class Attention:
-    """``aten::scaled_dot_product_attention`` with CUDA's kernels, on fake tensors."""
-
     def __init__(self, kernel: str | None, capability: tuple[int, int]) -> None:
         self._kernel = kernel
         self._capability = capability
@@ -47,7 +45,6 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Run attention; arguments as in ``torch.nn.functional``."""
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             is_kept = attn_mask
             attn_mask = torch.full_like(is_kept, -math.inf, dtype=query.dtype)

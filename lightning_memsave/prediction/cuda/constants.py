@@ -9,8 +9,6 @@ from lightning_memsave.units import KIB, MIB, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class _Constants:
-    """What a process needs on a GPU beside tensors."""
-
     context_bytes: int
     workspace_bytes: int
     nccl_bytes: tuple[int, int] = (544 * MIB, 688 * MIB)
@@ -57,34 +55,22 @@ def _constants_of(capability: tuple[int, int]) -> _Constants:
 
 
 def context_bytes(capability: tuple[int, int]) -> int:
-    """Return the bytes of the CUDA context, which are outside of torch's allocator."""
     return _constants_of(capability).context_bytes
 
 
 def distributed_bytes(capability: tuple[int, int], num_processes: int) -> int:
-    """Return the bytes of NCCL in each process, which are outside of torch's allocator."""
     pair, more = _constants_of(capability).nccl_bytes
     return 0 if num_processes < 2 else pair if num_processes == 2 else more
 
 
 def margin_bytes(total_bytes: int, capability: tuple[int, int] = (8, 0)) -> int:
-    """Return the bytes to leave free on a GPU for what a prediction does not know.
-
-    Example:
-        >>> margin_bytes(8 * 2**30), margin_bytes(80 * 10**9)
-        (268435456, 2400000000)
-    """
+    """Return the bytes to leave free on a GPU for what a prediction does not know."""
     share, least_bytes = _constants_of(capability).margin
     return max(int(total_bytes * share), least_bytes)
 
 
 def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
-    """Return the workspaces that cuBLAS holds in torch's allocator after the first matrix product.
-
-    Example:
-        >>> workspaces(config=""), workspaces((9, 0), ""), workspaces(config=":16:8")
-        ((8519680, 8519680), (33554432, 33554432), (131072, 131072))
-    """
+    """Return the workspaces that cuBLAS holds in torch's allocator after a matrix product."""
     if config is None:
         config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     pairs = re.findall(r":(\d+):(\d+)", config)
@@ -96,7 +82,6 @@ def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) 
 def constant_assumptions(
     capability: tuple[int, int], config: str | None = None, num_processes: int = 1
 ) -> tuple[str, ...]:
-    """Return the assumptions behind these constants, one line each."""
     sizes = workspaces(capability, config)
     nccl_bytes = distributed_bytes(capability, num_processes)
     nccl = (

@@ -34,7 +34,6 @@ class Overrides:
         self._library = torch.library.Library("aten", "IMPL")
 
     def add(self, name: str, key: str, kernel: Kernel | None) -> None:
-        """Override an operator."""
         below = functools.partial(_call_below, name, key)
         of_torch = _kernel_of_torch(name, key) or below
 
@@ -53,7 +52,6 @@ class Overrides:
         sizes: Callable[..., Sequence[int]],
         before: Callable[..., Sequence[int]] = lambda *_, **__: (),
     ) -> None:
-        """Allocate scratch memory while an operator runs."""
         key = "AutogradCPU"
         of_torch = _kernel_of_torch(name, key)
         assert of_torch is not None, "every operator has a kernel there"
@@ -75,7 +73,6 @@ class Overrides:
         self._put(name, key, call)
 
     def undo(self) -> None:
-        """Remove all overrides; a second call does nothing."""
         self._library._destroy()
 
     def _put(self, name: str, key: str, function: Kernel) -> None:
@@ -89,13 +86,11 @@ def _block(num_bytes: int) -> Tensor:
 
 
 def operator_named(name: str) -> Any:
-    """Return the operator of a name such as ``"sum.dim_IntList"``; without overload the default."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def any_fake(args: Iterable[Any]) -> bool:
-    """Return whether arguments of an operator contain a fake tensor."""
     return any(
         isinstance(a, FakeTensor) or (isinstance(a, (list, tuple)) and any_fake(a)) for a in args
     )

@@ -15,8 +15,6 @@ from lightning_memsave.units import GIB, MIB, format_bytes, parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What a device computes and moves in a second, at best."""
-
     float32: float
     tf32: float
     float16: float
@@ -27,8 +25,6 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU: memory, compute capability and throughput."""
-
     name: str
     total_bytes: int
     has_bf16: bool = True
@@ -150,14 +146,7 @@ _LEAST_BYTES, _MOST_BYTES = 256 * MIB, 4096 * GIB
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Find a GPU by name, or construct one from a size.
-
-    Example:
-        >>> parse_gpu("rtx 3060 12gb").name, parse_gpu("NVIDIA A100-SXM4-40GB").name
-        ('RTX-3060-12GB', 'A100-40GB')
-        >>> parse_gpu("T4").has_bf16, parse_gpu("12GiB").total_bytes
-        (False, 12884901888)
-    """
+    """Find a GPU by name, or construct one from a size."""
     if re.match(r"\s*[-+]?[\d.]+\s*([KMG]i?B|B)?\s*$", text, re.IGNORECASE) and not _find_by_name(
         text
     ):
@@ -176,7 +165,6 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def as_gpu(gpu: object) -> Gpu | None:
-    """Convert a name or size to a GPU; return a `Gpu` and ``None`` unchanged."""
     if gpu is None or isinstance(gpu, Gpu):
         return gpu
     if not isinstance(gpu, str):

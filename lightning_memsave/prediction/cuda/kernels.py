@@ -161,22 +161,6 @@ def cuda_kernels(
         Enter it inside ``FakeTensorMode``, before contexts that count memory; statistics of layer
         norm are right inside `fake_tensors`. It overrides
         operators in torch's dispatcher for the whole process, for fake tensors only.
-
-    Example:
-        >>> import torch
-        >>> from torch._subclasses.fake_tensor import FakeTensorMode
-        >>> from lightning_memsave.measure.live_tensors import LiveTensors
-        >>> def kept_bytes():
-        ...     x = torch.ones(1000, requires_grad=True)
-        ...     with LiveTensors() as live:
-        ...         y = torch.nn.functional.dropout(x, 0.1)
-        ...         return live.breakdown.activation_bytes
-        >>> with FakeTensorMode():
-        ...     kept_bytes()
-        8000
-        >>> with FakeTensorMode(), cuda_kernels():
-        ...     kept_bytes()
-        5000
     """
     if attention is not None and attention not in KERNELS:
         raise ConfigurationError(
@@ -214,7 +198,6 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def module_assumptions(modules: Iterable[nn.Module], operators: Iterable[str]) -> tuple[str, ...]:
-    """Return assumptions on the CUDA kernels of some modules."""
     lines = []
     if any("convolution" in operator for operator in operators):
         lines.append(

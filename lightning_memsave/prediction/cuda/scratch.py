@@ -20,8 +20,6 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 153
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """How many blocks of threads a GPU runs at once."""
-
     number: int
     capability: tuple[int, int]
 
@@ -31,7 +29,6 @@ class Multiprocessors:
 
 
 def add_scratch(overrides: Overrides, processors: Multiprocessors) -> None:
-    """Override operators so that they allocate the scratch memory of CUDA's kernels."""
     overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash, _flash_copies)
     overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient)
     overrides.add_scratch("embedding_dense_backward", functools.partial(_embedding, processors))
@@ -53,12 +50,6 @@ def reduction_scratch(
     """Return what a sum, mean or norm needs where several blocks of threads share a result.
 
     As ``setReduceConfig`` in Reduce.cuh: partial results, and a counter for each group of blocks.
-
-    Example:
-        >>> import torch
-        >>> grad = torch.empty(8192, 768, dtype=torch.bfloat16, device="meta")
-        >>> reduction_scratch(grad, 0, Multiprocessors(28, (8, 6)))
-        (22020096, 24)
     """
     reduced, kept = _split_axes(input, dim)
     num_inputs, num_outputs = (math.prod(size for size, _ in axes) for axes in (reduced, kept))

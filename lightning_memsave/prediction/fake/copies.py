@@ -57,7 +57,6 @@ class Copier:
         self._kept: list[Any] = []  # keeps originals alive, so that their ids stay unique
 
     def __call__(self, value: Any) -> Any:
-        """Copy an object; a second call returns the same copy."""
         if isinstance(value, _UNCHANGED):
             return value
         if id(value) not in self._memo:
@@ -187,7 +186,6 @@ def originals_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def keep_originals(parameter: Tensor, converted: Tensor) -> None:
-    """Record for a converted parameter the same originals."""
     setattr(converted, _ORIGINALS, originals_of(parameter))
 
 

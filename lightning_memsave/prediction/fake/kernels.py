@@ -1,4 +1,4 @@
-"""Correct meta kernels whose outputs differ from the real kernels."""
+"""Run operators on fake tensors: results are cached, and those of wrong meta kernels corrected."""
 
 import functools
 import math
@@ -7,27 +7,175 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.core.memory import on_cuda
-from lightning_memsave.prediction.fake import shape_cache
+
+MAX_REMEMBERED = 100_000
+_CPU = torch.device("cpu")
+
+aten = torch.ops.aten
+# By operator and arguments: the type of the result, and for each of its tensors whether it is a
+# view of the first argument, then shape, stride, offset and type.
+_results: dict[tuple[Any, ...], tuple[type, tuple[tuple[Any, ...], ...]]] = {}
+# They only change values, which fake tensors do not have.
+_IN_PLACE = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        *(("add_", "Tensor"), ("add_", "Scalar"), ("sub_", "Tensor"), ("mul_", "Tensor")),
+        *(("mul_", "Scalar"), ("div_", "Tensor"), ("div_", "Scalar"), ("lerp_", "Scalar")),
+        *(("addcmul_", "default"), ("addcdiv_", "default"), ("copy_", "default")),
+        *(("zero_", "default"), ("fill_", "Scalar"), ("bernoulli_", "float")),
+        *(("normal_", "default"), ("uniform_", "default"), ("sqrt_", "default")),
+    )
+)
+
+
+def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on fake tensors through the cache: hits need a fifth of the time."""
+    if func in _IN_PLACE and _is_of_one_shape((*args, *kwargs.values())):
+        return args[0]
+    if _only_writes(func):
+        return None
+    if _makes_a_list(func) and all(map(_is_dense, args[0])):
+        return [_make(t, _of_like(t)) for t in args[0]]
+    key = _key(func, args, kwargs) if _is_function_of_shapes(func) else None
+    if key is None:
+        return func(*args, **kwargs)
+    remembered = _results.get(key)
+    if remembered is not None:
+        kind, parts = remembered
+        made = [_make(args[0], part) for part in parts]
+        return made[0] if kind is FakeTensor else kind(made)
+    result = func(*args, **kwargs)
+    tensors = result if isinstance(result, tuple | list) else (result,)
+    described = [_description(tensor, args[0]) for tensor in tensors]
+    if None not in described:
+        if len(_results) >= MAX_REMEMBERED:
+            _results.clear()
+        _results[key] = type(result), tuple(part for part in described if part is not None)
+    return result
+
+
+# Steps of optimizers, of torch's with hundreds of tensors.
+@functools.cache
+def _only_writes(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and not func._schema.returns
+
+
+@functools.cache
+def _makes_a_list(func: Any) -> bool:
+    return str(func).removeprefix("aten._foreach_").partition(".")[0] in _FOR_EACH
+
+
+_FOR_EACH = frozenset(
+    ("add", "sub", "mul", "div", "lerp", "sqrt", "addcmul", "addcdiv", "reciprocal", "neg")
+)
+
+
+def _is_dense(tensor: Any) -> bool:
+    return (
+        type(tensor) is FakeTensor
+        and tensor.fake_device == _CPU
+        and tensor.is_floating_point()
+        and tensor.is_contiguous()
+    )
+
+
+def _of_like(tensor: Tensor) -> tuple[Any, ...]:
+    return False, tensor.shape, tensor.stride(), 0, tensor.dtype
+
+
+def _is_of_one_shape(values: tuple[Any, ...]) -> bool:
+    shape = values[0].shape
+    return all(
+        type(value) is FakeTensor and value.shape == shape
+        for value in values
+        if isinstance(value, Tensor)
+    )
+
+
+@functools.cache
+def _is_function_of_shapes(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    values = (*func._schema.arguments, *func._schema.returns)
+    data = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return not data & set(func.tags) and not any(
+        value.alias_info is not None and value.alias_info.is_write for value in values
+    )
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    if not args or type(args[0]) is not FakeTensor or args[0].fake_device != _CPU:
+        return None
+    # Python numbers become tensors of the default type.
+    key: list[Any] = [func, torch.get_default_dtype()]
+    for value in (*args, *kwargs, *kwargs.values()):
+        if type(value) is FakeTensor:
+            if value.dtype.is_complex or value.layout is not torch.strided:
+                return None
+            key.append((value.shape, value.stride(), value.storage_offset(), value.dtype))
+        elif isinstance(value, list | tuple):
+            if not all(isinstance(item, bool | int | float) for item in value):
+                return None
+            key.append((*value, *map(type, value)))
+        elif isinstance(value, _PLAIN):
+            # 1, 1.0 and True are equal, but give tensors of different types.
+            key.append((type(value), value))
+        else:
+            return None
+    return tuple(key)
+
+
+_PLAIN = (
+    *(bool, int, float, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _description(tensor: Any, first: Tensor) -> tuple[Any, ...] | None:
+    if type(tensor) is not FakeTensor or tensor.fake_device != _CPU or tensor.dtype.is_complex:
+        return None
+    storage = tensor.untyped_storage()
+    is_view = storage._cdata == first.untyped_storage()._cdata
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    if not is_view:
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum(stride * (size - 1) for size, stride in sizes)
+        num_bytes = reach * tensor.element_size() if tensor.numel() else 0
+        # Otherwise it may be a view of another argument.
+        if storage.nbytes() != num_bytes or tensor.storage_offset():
+            return None
+    return is_view, *place, tensor.dtype
+
+
+def _make(first: Any, description: tuple[Any, ...]) -> Tensor:
+    is_view, shape, stride, offset, dtype = description
+    with torch._C._DisableTorchDispatch():
+        if is_view:
+            made = torch.empty(0, dtype=dtype, device="meta")
+            made.set_(first.untyped_storage(), offset, shape, stride)
+        else:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(first.fake_mode, made, _CPU)
+
 
 MAX_MEASURED_NUMEL = 2**24
 """Output elements up to which a recurrent layer is run to measure what it saves for backward;
 larger ones are scaled in proportion."""
 
-aten = torch.ops.aten
-
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on fake tensors; shapes, types and sizes are those of the real kernel."""
-    return _CORRECTIONS.get(func, shape_cache.run)(func, args, kwargs)
+    return _CORRECTIONS.get(func, run_cached)(func, args, kwargs)
 
 
 # CUDA's layer norm keeps statistics in at least 32 bits. CPU kernels keep them in the type of the
 # parameters, if it differs from that of the input.
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = shape_cache.run(func, args, kwargs)
+    result = run_cached(func, args, kwargs)
     is_layer_norm = func is aten.native_layer_norm.default
     weight, dtype = args[2 if is_layer_norm else 1], result[1].dtype
     if is_layer_norm and on_cuda(args[0]):
@@ -75,8 +223,6 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _TensorSpec(tuple[Any, ...]):
-    """Shape and type of a tensor, as a cache key."""
-
     __slots__ = ()
 
     def __new__(cls, tensor: Tensor) -> "_TensorSpec":

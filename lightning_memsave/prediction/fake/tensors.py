@@ -1,12 +1,16 @@
 """Copy modules and batches to fake tensors, and let training code run on them."""
 
 import contextlib
+import functools
+import gc
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +22,52 @@ from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.core.saved_state import RandomState
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.fake.copies import Copier, keep_originals
-from lightning_memsave.prediction.fake.function_caches import fake_results_forgotten
 from lightning_memsave.prediction.fake.values import (
     KnownInFunctions,
     KnownValues,
     copy_value,
     is_kept,
 )
+
+_Cached: TypeAlias = "functools._lru_cache_wrapper[Any]"
+_TYPE = type(functools.lru_cache(lambda: None))
+_known: WeakSet[_Cached] = WeakSet()
+_num_modules = [0]  # when they were listed
+
+
+@contextlib.contextmanager
+def fake_results_forgotten() -> Iterator[None]:
+    """Clear, at the end, caches of functions that hold results with fake tensors.
+
+    Models keep what depends on shapes alone, such as the positions of patches (Sapiens2) or anchors
+    (RT-DETR): training would go on with fake tensors, and its losses would be fake as well.
+    """
+    before = {cached: cached.cache_info().misses for cached in cached_functions()}
+    try:
+        yield
+    finally:
+        for cached in cached_functions():
+            if cached.cache_info().misses != before.get(cached, 0) and _has_fake(cached):
+                cached.cache_clear()
+
+
+def _has_fake(cached: _Cached) -> bool:
+    # Arguments and results are what it refers to.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mappings of others may warn when they are read
+        found = tensors_in(gc.get_referents(cached))
+        return any(isinstance(tensor, FakeTensor) for tensor in found)
+
+
+def cached_functions() -> list[_Cached]:
+    """List the functions with caches; not those that `gc.freeze` hid before they were listed."""
+    # There are a million objects to look through, in a tenth of a second: only after imports.
+    if len(sys.modules) != _num_modules[0]:
+        _num_modules[0] = len(sys.modules)
+        _known.update(one for one in gc.get_objects() if type(one) is _TYPE)
+    return list(_known)
 
 
 @contextlib.contextmanager
@@ -94,19 +136,15 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class FakeTensors:
-    """Copies modules and batches to fake tensors; see `fake_tensors`."""
-
     values: KnownValues
     deadline_s: float = math.inf
     gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """Guessed values so far, one line each."""
         return tuple(self.values.guesses)
 
     def copy_module(self, module: ModuleT, without: Sequence[object] = ()) -> ModuleT:
-        """Copy a module to fake tensors; tied parameters stay tied."""
         memo: dict[int, Any] = {id(thing): None for thing in without}
         storages: dict[Any, Tensor] = {}
 
@@ -135,7 +173,6 @@ class FakeTensors:
         return copy
 
     def copy_batch(self, batch: Any) -> Any:
-        """Copy a batch to fake tensors; the values of small integer tensors stay known."""
         return map_tensors(batch, self._make_once, in_objects=True)
 
     def copy_whole_batch(self, batch: Any) -> Any:
@@ -165,7 +202,6 @@ class FakeTensors:
 
 
 def real_tensors() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which real tensors are made inside `fake_tensors`."""
     return _disable_current_modes()
 
 

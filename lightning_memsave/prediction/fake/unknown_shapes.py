@@ -17,7 +17,6 @@ def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def packed_sequence(tensor: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Pack sequences as ``pack_padded_sequence`` does."""
     sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
     packed = tensor.new_empty((sum(sizes), *tensor.shape[2:]))
     with _disable_current_modes():

@@ -102,16 +102,13 @@ class KnownValues(TorchDispatchMode):
 
     @property
     def guesses(self) -> list[str]:
-        """Guesses so far with their lines, each once."""
         return list(self._num_asked)
 
     @property
     def most_asked(self) -> str:
-        """The most frequent guess and its count; empty if there is none."""
         return next((f"{guess} ({n:,} times)" for guess, n in self._num_asked.most_common(1)), "")
 
     def make(self, tensor: Tensor) -> Tensor:
-        """Convert a real tensor to a fake one; small integer tensors keep known values."""
         original = tensor
         with _disable_current_modes():
             tensor = tensor.detach()
