@@ -17,7 +17,7 @@ from lightning_memsave.callbacks.settings.modules import (
     ActivationCheckpointingSetting,
     ChunkedCrossEntropySetting,
 )
-from lightning_memsave.callbacks.settings.names import known_names_only
+from lightning_memsave.callbacks.settings.names import advise_in_parsers, known_names_only
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
@@ -32,7 +32,6 @@ from lightning_memsave.techniques.attention_kernel.technique import AttentionKer
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -85,8 +84,8 @@ class MemSaveCallback(CallbackBase):
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"auto"`` starts with the whole batch; when memory runs out, the batch
             is repeated with half the size, which is kept and saved in checkpoints. Evaluation does
-            the same where a few samples prove that it only rounds.
-        block_micro_batch_size: Samples that pass a block at once, or `BlockMicroBatching`; weights
+            the same where a few samples prove that it only rounds. With
+            ``MicroBatching(1, of="blocks")`` so many samples pass a block at once, and weights
             that ``offload`` streams come once for the batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
@@ -145,7 +144,6 @@ class MemSaveCallback(CallbackBase):
         optimizer: str | LowBitOptimizer | None = "auto",
         precision: int | str | None = "auto",
         micro_batch_size: int | str | MicroBatching | None = "auto",
-        block_micro_batch_size: int | str | BlockMicroBatching | None = "auto",
         accumulate_grad_batches: int | None = None,
         chunked_cross_entropy: bool | int | str | ChunkedCrossEntropy | None = "auto",
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
@@ -450,6 +448,7 @@ class MemSaveCallback(CallbackBase):
         )
 
 
+advise_in_parsers(MemSaveCallback)
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(MemSaveCallback).parameters.items()

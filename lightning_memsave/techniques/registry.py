@@ -73,7 +73,6 @@ _ENTRIES = (
         offload="nested",
         details={"blocks": None},
     ),
-    Entry.of(BlockMicroBatching, details={"blocks": None}),
     # In the order in which they are applied to optimizers.
     Entry.of(
         LowBitOptimizer,
@@ -116,7 +115,10 @@ def entries() -> tuple[Entry, ...]:
 
 def techniques() -> tuple[type[Technique[Any]], ...]:
     """Return the techniques, in order of application."""
-    return tuple(entry.technique for entry in _ENTRIES if entry.technique is not None)
+    found = [entry.technique for entry in _ENTRIES if entry.technique is not None]
+    # Of the argument of `MicroBatching`, applied to blocks that may be recomputed.
+    found.insert(found.index(ActivationCheckpointing) + 1, BlockMicroBatching)
+    return tuple(found)
 
 
 def frees_early(arguments: Mapping[str, Any]) -> bool:
@@ -132,7 +134,10 @@ def values_of(preset: str) -> dict[str, Any]:
     return {e.argument: None if preset == "off" else getattr(e, preset) for e in _ENTRIES}
 
 
-_GONE = ("early_release", "eval_micro_batch_size", "force_8bit", "keep_32bit", "optimizer_kwargs")
+_GONE = (
+    *("block_micro_batch_size", "early_release", "eval_micro_batch_size", "force_8bit"),
+    *("keep_32bit", "optimizer_kwargs"),
+)
 
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +155,8 @@ def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[
     """List the details of what is off, which would be refused beside it."""
     off = [e for e in _ENTRIES if settings.get(e.argument) is None]
     used = {name for e in _ENTRIES if e not in off for name in e.details}
+    if BlockMicroBatching.from_value(settings.get(MicroBatching.argument)) is not None:
+        used.add("blocks")
     found = [(n, v) for e in off if e.argument in names for n, v in e.details.items()]
     return {n: v for n, v in found if n not in used}
 

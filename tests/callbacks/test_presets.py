@@ -118,7 +118,7 @@ class TestPresets:
         assert row.status == "unchanged"
         assert row.details == (
             "\"auto\" means the values of `preset='classic'`, without attention, "
-            "chunked_cross_entropy, block_micro_batch_size, offload, low_precision_weights, "
+            "chunked_cross_entropy, offload, low_precision_weights, "
             "optimizer_in_backward",
         )
         assert rows_of(callback)["early_release"].status == "on"

@@ -14,6 +14,7 @@ from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecis
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import (
     ActivationCheckpointingSetting,
+    BlockMicroBatchSetting,
     read_module_setting,
 )
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
@@ -51,17 +52,18 @@ _SETTINGS = (
 def _readers() -> list[Callable[[Arguments], Setting]]:
     """Give what reads each argument, in the order in which settings are applied."""
     own: Mapping[str, type[Any]] = {setting.name: setting for setting in _SETTINGS}
-    return [
+    found: list[Callable[[Arguments], Setting]] = [
         AccumulationSetting.read,
         EarlyReleaseSetting.read,
         EvaluationSetting.read,
-        *(
-            own[entry.argument].read
-            if entry.argument in own
-            else functools.partial(read_module_setting, entry)
-            for entry in entries()
-        ),
     ]
+    for entry in entries():
+        is_own = entry.argument in own
+        read = own[entry.argument].read if is_own else functools.partial(read_module_setting, entry)
+        found.append(read)
+        if entry.argument == ActivationCheckpointingSetting.name:  # of the same blocks
+            found.append(BlockMicroBatchSetting.read)
+    return found
 
 
 T = TypeVar("T")

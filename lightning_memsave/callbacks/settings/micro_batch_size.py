@@ -120,7 +120,10 @@ class MicroBatchSetting(Setting):
         setting = cls(
             None if why else technique,
             value,
-            not why and is_asked(arguments, "micro_batch_size"),
+            # Of blocks another setting has the row.
+            not why
+            and is_asked(arguments, cls.name)
+            and (technique is not None or arguments[cls.name] is None),
             off_reason=why,
             limit=exactness_limit(arguments),
         )

@@ -12,9 +12,15 @@ from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
 from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import ExactnessWarning, MemsaveWarning, Problem
+from lightning_memsave.errors import (
+    ConfigurationError,
+    ExactnessWarning,
+    MemsaveWarning,
+    Problem,
+)
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, PassPart
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
@@ -34,7 +40,10 @@ PROBED_STEPS = 2
 def read_micro_batching(arguments: Arguments) -> tuple[MicroBatching | None, str]:
     """Read the size, and why the limit switches it off."""
     wanted = arguments["micro_batch_size"]
-    if wanted is None:
+    if isinstance(wanted, BlockMicroBatching):
+        fix = f'`micro_batch_size=MicroBatching({wanted.size}, of="blocks")`'
+        raise ConfigurationError(f"`{wanted!r}` is for a loop of your own. Write {fix}.")
+    if wanted is None or BlockMicroBatching.from_value(wanted) is not None:
         return None, ""
     technique = wanted
     if not isinstance(wanted, MicroBatching):

@@ -41,9 +41,6 @@ from lightning_memsave.techniques.registry import Entry
 from lightning_memsave.trainer.trainer import builds_model_late, facts_of, is_compiled_whole
 from lightning_memsave.units import format_bytes
 
-# They take `blocks` without checkpointing, too.
-_USE_BLOCKS = (BlockMicroBatching.argument, Offloading.argument)
-
 
 class ModuleSetting(Setting):
     """A technique that changes the module."""
@@ -130,7 +127,8 @@ class ActivationCheckpointingSetting(ModuleSetting):
         wanted, blocks = arguments[name], arguments["blocks"]
         planned = () if arguments["budget"] is None else arguments["from_preset"]
         if wanted is None or isinstance(wanted, ActivationCheckpointing):
-            if blocks is not None and not any(arguments[other] for other in _USE_BLOCKS):
+            in_blocks = BlockMicroBatching.from_value(arguments[BlockMicroBatching.argument])
+            if blocks is not None and not (arguments[Offloading.argument] or in_blocks):
                 raise ConfigurationError(
                     f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
                     f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."
@@ -226,6 +224,18 @@ class BlockMicroBatchSetting(ModuleSetting):
     is_for_evaluation = True
     technique: BlockMicroBatching | None
 
+    @classmethod
+    def read(cls, arguments: Arguments) -> "BlockMicroBatchSetting":
+        """Make the setting that the arguments describe."""
+        name = BlockMicroBatching.argument
+        technique = BlockMicroBatching.from_value(arguments[name])
+        if technique is None:
+            return cls(name, None, "None", is_asked=False)
+        why_beyond(arguments, name, technique.exactness)
+        if technique.blocks is None:
+            technique = dataclasses.replace(technique, blocks=arguments["blocks"])
+        return cls(name, technique, repr(arguments[name]), is_asked=True)
+
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer and the module."""
         problems = super().check(trainer, pl_module)
@@ -237,7 +247,6 @@ class BlockMicroBatchSetting(ModuleSetting):
 # Techniques that need to know more of a Trainer than their conflicts.
 _KINDS: Mapping[type[Technique[Any]], type[ModuleSetting]] = {
     AttentionKernel: AttentionSetting,
-    BlockMicroBatching: BlockMicroBatchSetting,
     ChunkedCrossEntropy: ChunkedCrossEntropySetting,
 }
 
@@ -250,8 +259,6 @@ def read_module_setting(entry: Entry, arguments: Arguments) -> ModuleSetting:
         entry.technique.from_value(arguments[name]),
         _KINDS.get(entry.technique, ModuleSetting),
     )
-    if isinstance(technique, BlockMicroBatching) and technique.blocks is None:
-        technique = dataclasses.replace(technique, blocks=arguments["blocks"])
     if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
         return kind(name, None, "None", own, why)
     return kind(name, technique, short(arguments[name]), own)

@@ -15,6 +15,7 @@ from lightning_memsave.callbacks.settings.values import Arguments, is_asked, sho
 from lightning_memsave.core.technique import Handle, Row
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.micro_batching.technique import size_of_batches
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import (
     OptimizerInBackward,
@@ -213,13 +214,12 @@ class OptimizerInBackwardSetting(Setting):
         technique = OptimizerInBackward.from_value(wanted)
         if technique is not None:
             why_beyond(arguments, name, technique.exactness)
-        parts = arguments["micro_batch_size"]
         offloading = Offloading.from_value(arguments["offload"])
         return cls(
             technique,
             short(wanted),
             is_asked=is_asked(arguments, name),
-            halves_batches=getattr(parts, "micro_batch_size", parts) == "auto",
+            halves_batches=size_of_batches(arguments["micro_batch_size"]) == "auto",
             is_offloaded=offloading is not None and offloading.has_weights,
         )
 
