@@ -45,7 +45,6 @@ from lightning_memsave.trainer.trainer import (
     first_of,
     leave_device,
     put_first,
-    remove_callback,
     second_use,
 )
 
@@ -169,6 +168,7 @@ class MemSaveCallback(CallbackBase):
         self.plan: MemoryPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_planning: Callable[[], None] | None = None
+        self._undo_order: Callable[[], None] | None = None
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
         self._has_warned_of_window = False
@@ -253,7 +253,7 @@ class MemSaveCallback(CallbackBase):
                 own = first_of(trainer, GPUMemoryMonitor)
                 self._reported = own or self.monitor
                 added = [self.monitor] if own is None and self.monitor is not None else []
-                put_first(trainer, self, *added)
+                self._undo_order = put_first(trainer, self, *added)
                 for monitor in added:  # the hook that is running does not know of it
                     monitor.setup(trainer, pl_module, stage)
 
@@ -374,7 +374,9 @@ class MemSaveCallback(CallbackBase):
         if self._undo_planning is not None:
             self._undo_planning()
             self._undo_planning = None
-        remove_callback(trainer, self.monitor)
+        if self._undo_order is not None:
+            self._undo_order()
+            self._undo_order = None
         for failure in self._settings.undo():
             say(trainer, failure)
 

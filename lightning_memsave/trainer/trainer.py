@@ -90,23 +90,24 @@ def _has(owner: Any, path: str) -> bool:
     return True
 
 
-def put_first(trainer: Any, callback: Any, *added: Any) -> None:
-    """Move a callback before all others, including tuners.
+def put_first(trainer: Any, callback: Any, *added: Any) -> Callable[[], None]:
+    """Move a callback before all others, including tuners; returns what gives the order back.
 
-    Callbacks that copy the module in ``setup`` stay before it: in the Trainer's next fit they must
-    not come after it.
+    Callbacks that copy the module in ``setup`` stay before it.
     """
-    callbacks = trainer.callbacks
+    callbacks = list(trainer.callbacks)
     place = next(i for i, c in enumerate(callbacks) if c is callback)
     before = [c for c in callbacks[:place] if averages_weights(c)]
     first = [*before, callback, *added]
     trainer.callbacks = [*first, *(c for c in callbacks if all(c is not f for f in first))]
 
+    def undo() -> None:
+        now = trainer.callbacks  # another list: the Trainer may be calling those in this one
+        kept = [c for c in callbacks if any(c is one for one in now)]
+        known = (*callbacks, *added)
+        trainer.callbacks = [*kept, *(c for c in now if all(c is not one for one in known))]
 
-def remove_callback(trainer: Any, callback: Any) -> None:
-    """Remove a callback, if it is there, from a Trainer that may be calling it."""
-    if any(c is callback for c in trainer.callbacks):
-        trainer.callbacks = [c for c in trainer.callbacks if c is not callback]
+    return undo
 
 
 def leave_device(trainer: Any, pl_module: Any) -> None:
