@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
+from lightning_memsave.callbacks.settings.activation_checkpointing import (
+    ActivationCheckpointingSetting,
+)
 from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
 from lightning_memsave.callbacks.settings.budget import BudgetSetting, read_plan
+from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.modules import (
-    ActivationCheckpointingSetting,
-    ChunkedCrossEntropySetting,
-)
 from lightning_memsave.callbacks.settings.names import advise_in_parsers, known_names_only
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from lightning_memsave.core.patching import patch_method
-from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import Problem
 
 CallbackT = TypeVar("CallbackT")
@@ -156,26 +155,6 @@ def builds_model_late(pl_module: Any) -> bool:
 def is_strategy(trainer: Any, *names: str) -> bool:
     """Return whether the strategy is an instance of a class with one of these names."""
     return any(cls.__name__ in names for cls in type(trainer.strategy).__mro__)
-
-
-def facts_of(trainer: Any) -> TrainerFacts:
-    """Collect what techniques may ask about a Trainer."""
-    return TrainerFacts(
-        tuple(cls.__name__ for cls in type(trainer.strategy).__mro__),
-        trainer.world_size,
-        getattr(trainer.strategy, "root_device", None),
-        _checkpoints_activations(trainer),
-    )
-
-
-# `FSDPStrategy(activation_checkpointing_policy=...)` and DeepSpeed's own setting.
-def _checkpoints_activations(trainer: Any) -> bool:
-    strategy = trainer.strategy
-    config = getattr(strategy, "config", None)
-    in_config = isinstance(config, dict) and "activation_checkpointing" in config
-    return bool(getattr(strategy, "_activation_checkpointing_kwargs", None)) or (
-        in_config and is_strategy(trainer, "DeepSpeedStrategy")
-    )
 
 
 def convert_loaded_optimizer_states(

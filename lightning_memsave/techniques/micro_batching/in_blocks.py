@@ -19,6 +19,7 @@ from lightning_memsave.core.blocks import (
 from lightning_memsave.core.nested import leaves_of, map_tensors
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -92,6 +93,10 @@ class BlockMicroBatching(Technique[nn.Module]):
         if not isinstance(value, MicroBatching) or value.of != "blocks":
             return None
         return cls(value.micro_batch_size, blocks=value.blocks)  # type: ignore[arg-type]
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Refuse a module that is compiled as a whole."""
+        return [compiled_problem(facts.compiled)] if facts.compiled else []
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.

@@ -77,6 +77,7 @@ class MicroBatching(Technique[Step]):
 
     name: ClassVar[str] = "micro_batching"
     argument: ClassVar[str] = "micro_batch_size"
+    examples: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
     source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
