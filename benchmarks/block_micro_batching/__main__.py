@@ -31,23 +31,24 @@ _NAMES = ("RoBERTa 84M, 64 x 128", "GPT-2 XL, 8 x 1024")
 _SIZES = (4, 1)
 
 
-def ways(sizes: Sequence[int]) -> dict[str, dict[str, int]]:
+def ways(sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Return the settings that are compared, by label."""
-    found: dict[str, dict[str, int]] = {"whole batch": {}}
+    found: dict[str, dict[str, Any]] = {"whole batch": {}}
     for size in sizes:
-        for argument in ("micro_batch_size", "block_micro_batch_size"):
-            found[f"`{argument}={size}`"] = {argument: size}
+        found[f"`micro_batch_size={size}`"] = {"micro_batch_size": size}
+        in_blocks = MicroBatching(size, of="blocks")
+        found[f'`MicroBatching({size}, of="blocks")`'] = {"micro_batch_size": in_blocks}
     return found
 
 
-def predict(model: str, settings: dict[str, int]) -> int:
+def predict(model: str, settings: dict[str, Any]) -> int:
     """Predict the peak of a step on CUDA in bytes."""
     chosen = MODELS[model]
     offloaded = {"preset": "single_gpu", "offload": True, "host_budget": "1024GiB"}
     return predict_memory(chosen.build, chosen.batch(), settings=offloaded | settings).peak_bytes
 
 
-def train(size: MaskedLM, batch: Any, way: dict[str, int], num_steps: int) -> dict[str, Any]:
+def train(size: MaskedLM, batch: Any, way: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """Train on the CPU with streamed weights, checkpointing and AdamW, in a plain loop.
 
     Args:
@@ -61,8 +62,9 @@ def train(size: MaskedLM, batch: Any, way: dict[str, int], num_steps: int) -> di
     """
     model: nn.Module = size.build()
     ActivationCheckpointing().apply(model)
-    if "block_micro_batch_size" in way:
-        BlockMicroBatching(way["block_micro_batch_size"]).apply(model)
+    in_blocks = BlockMicroBatching.from_value(way.get("micro_batch_size"))
+    if in_blocks is not None:
+        in_blocks.apply(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     technique = Offloading("parameters+activations")
     handle = technique.apply(model)
@@ -73,11 +75,11 @@ def train(size: MaskedLM, batch: Any, way: dict[str, int], num_steps: int) -> di
         loss.backward()
         return loss
 
-    samples = way.get("micro_batch_size", len(batch["labels"]))
-    run = MicroBatching(samples, loss_weight="tokens", module=model).apply(
+    samples = way.get("micro_batch_size") if in_blocks is None else None
+    run = MicroBatching(samples or len(batch["labels"]), loss_weight="tokens", module=model).apply(
         lambda part: model(**part).loss
     )
-    pass_batch = run.target if "micro_batch_size" in way else whole
+    pass_batch = whole if samples is None else run.target
 
     def step() -> None:
         pass_batch(batch)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
+from lightning_memsave.callbacks.settings.activation_checkpointing import (
+    ActivationCheckpointingSetting,
+)
 from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
 from lightning_memsave.callbacks.settings.budget import BudgetSetting, read_plan
+from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.modules import (
-    ActivationCheckpointingSetting,
-    ChunkedCrossEntropySetting,
-)
-from lightning_memsave.callbacks.settings.names import known_names_only
+from lightning_memsave.callbacks.settings.names import advise_in_parsers, known_names_only
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
@@ -32,7 +32,6 @@ from lightning_memsave.techniques.attention_kernel.technique import AttentionKer
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -46,7 +45,6 @@ from lightning_memsave.trainer.trainer import (
     first_of,
     leave_device,
     put_first,
-    remove_callback,
     second_use,
 )
 
@@ -85,8 +83,8 @@ class MemSaveCallback(CallbackBase):
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"auto"`` starts with the whole batch; when memory runs out, the batch
             is repeated with half the size, which is kept and saved in checkpoints. Evaluation does
-            the same where a few samples prove that it only rounds.
-        block_micro_batch_size: Samples that pass a block at once, or `BlockMicroBatching`; weights
+            the same where a few samples prove that it only rounds. With
+            ``MicroBatching(1, of="blocks")`` so many samples pass a block at once, and weights
             that ``offload`` streams come once for the batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
@@ -145,7 +143,6 @@ class MemSaveCallback(CallbackBase):
         optimizer: str | LowBitOptimizer | None = "auto",
         precision: int | str | None = "auto",
         micro_batch_size: int | str | MicroBatching | None = "auto",
-        block_micro_batch_size: int | str | BlockMicroBatching | None = "auto",
         accumulate_grad_batches: int | None = None,
         chunked_cross_entropy: bool | int | str | ChunkedCrossEntropy | None = "auto",
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
@@ -171,6 +168,7 @@ class MemSaveCallback(CallbackBase):
         self.plan: MemoryPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_planning: Callable[[], None] | None = None
+        self._undo_order: Callable[[], None] | None = None
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
         self._has_warned_of_window = False
@@ -255,7 +253,7 @@ class MemSaveCallback(CallbackBase):
                 own = first_of(trainer, GPUMemoryMonitor)
                 self._reported = own or self.monitor
                 added = [self.monitor] if own is None and self.monitor is not None else []
-                put_first(trainer, self, *added)
+                self._undo_order = put_first(trainer, self, *added)
                 for monitor in added:  # the hook that is running does not know of it
                     monitor.setup(trainer, pl_module, stage)
 
@@ -376,7 +374,9 @@ class MemSaveCallback(CallbackBase):
         if self._undo_planning is not None:
             self._undo_planning()
             self._undo_planning = None
-        remove_callback(trainer, self.monitor)
+        if self._undo_order is not None:
+            self._undo_order()
+            self._undo_order = None
         for failure in self._settings.undo():
             say(trainer, failure)
 
@@ -450,6 +450,7 @@ class MemSaveCallback(CallbackBase):
         )
 
 
+advise_in_parsers(MemSaveCallback)
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(MemSaveCallback).parameters.items()

@@ -17,7 +17,7 @@ from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Row
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import MemsaveError
-from lightning_memsave.techniques.registry import entries, frees_early
+from lightning_memsave.techniques.registry import entries, frees_early, unused_details
 from lightning_memsave.techniques.waiting_state import waiting_bytes
 from lightning_memsave.trainer.distributed import copies_gradients
 from lightning_memsave.trainer.hooks import log_info
@@ -119,8 +119,7 @@ def effective_settings(
     for entry in entries():
         if entry.argument not in on:
             result[entry.argument] = None
-        if result[entry.argument] is None:
-            result |= entry.details  # they are refused beside what is off
+    result |= unused_details(result, [entry.argument for entry in entries()])
     if micro_batch_size is not None and "micro_batch_size" in on:
         result["micro_batch_size"] = micro_batch_size
     return result

@@ -1,13 +1,8 @@
 """The flags ``--memsave.*`` for a LightningCLI of either package."""
 
-import functools
-import inspect
-import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.callbacks.settings.names import describe_unknown
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.trainer.precision import full_name
 
@@ -31,19 +26,6 @@ class MemSaveCLIMixin(_Base):
         ...     def add_arguments_to_parser(self, parser):
         ...         parser.set_defaults({"memsave.optimizer": "lion_8bit"})
     """
-
-    def init_parser(self, **kwargs: Any) -> Any:
-        """Make a parser that says what to write instead of an unknown flag ``--memsave.*``.
-
-        Args:
-            kwargs: Arguments of the parser.
-
-        Returns:
-            The parser.
-        """
-        parser: Any = super().init_parser(**kwargs)
-        parser.error = functools.partial(_error_with_advice, parser.error)
-        return parser
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         """Add the flags ``--memsave.*`` to those of Trainer, model and data.
@@ -107,13 +89,3 @@ class MemSaveCLIMixin(_Base):
                 f"--memsave.precision={memsave.precision} and --trainer.precision="
                 f"{trainer.precision} disagree. Remove one of the two."
             )
-
-
-_UNKNOWN = re.compile(r"\bmemsave\.(\w+)|Group 'memsave' does not accept option '(\w+)")
-
-
-def _error_with_advice(error: Callable[..., Any], message: str, *args: Any) -> Any:
-    names = ["enabled", *inspect.signature(MemSaveCallback).parameters]
-    found = dict.fromkeys(a or b for a, b in _UNKNOWN.findall(message))
-    unknown = [describe_unknown(name, names) for name in found if name not in names]
-    return error("\n".join([message, *unknown]), *args)

@@ -128,7 +128,10 @@ class Technique(ABC, Generic[TargetT]):
     offers: ClassVar[tuple[Offer, ...]] = ()
     """Values that lower the peak, the cheapest first."""
     examples: ClassVar[str] = "True"
-    """Valid values of the argument other than an instance, for messages."""
+    """Valid values of the argument other than an instance, for messages; empty: the class itself
+    reads and refuses them."""
+    remedy: ClassVar[str] = ""
+    """What to write where nothing is found to change."""
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in settings_of(self).items())
@@ -154,12 +157,20 @@ class Technique(ABC, Generic[TargetT]):
             return value
         if value is True and is_switch:
             return cls()
+        is_class = isinstance(value, type) and issubclass(value, Technique)
+        if not (cls.examples or is_class or isinstance(value, Technique)):
+            return cls(value)  # type: ignore[call-arg]
         raise cls.not_a_choice(value)
 
     @classmethod
     def not_a_choice(cls, value: object) -> ConfigurationError:
         """Return the error for an invalid value, with the valid ones."""
         name = cls.argument
+        if not cls.examples:
+            return ConfigurationError(
+                f"`{name}={value!r}` is not an instance of `{cls.__name__}`. Use "
+                f"`{name}={cls.__name__}()`."
+            )
         choices = "`, `".join(f"{name}={example}" for example in cls.examples.split(", "))
         return ConfigurationError(
             f"`{name}={value!r}` is not a valid value. Use `{choices}`, "
@@ -188,6 +199,17 @@ class Technique(ABC, Generic[TargetT]):
             All problems; none of a technique that works with every Trainer.
         """
         return []
+
+    def is_served(self, target: TargetT) -> bool:
+        """Return whether a target has what is asked for without any change.
+
+        Args:
+            target: The target of ``apply``.
+
+        Returns:
+            False, unless the technique knows better.
+        """
+        return False
 
     def apply(self, target: TargetT) -> Handle[TargetT]:
         """Apply the technique.

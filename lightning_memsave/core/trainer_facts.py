@@ -1,6 +1,7 @@
 """What a technique may ask about a Trainer, without Lightning."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +17,18 @@ class TrainerFacts:
     world_size: int
     device: torch.device | None
     checkpoints_activations: bool = False
+    precision: str = ""
+    compiled: str = ""
+    """Class of a LightningModule that is compiled as a whole."""
+    module: str = ""
+    """Class of the LightningModule."""
+    is_manual: bool = False
+    """The module runs its own steps."""
+    clipping: Mapping[str, float] = field(default_factory=dict)
+    """Bound of ``"clip_value"`` or ``"clip_norm"``."""
+    scales_losses: bool = False
+    overridden: Callable[[str], Sequence[str]] = lambda hook: ()
+    """Overrides of a hook in the module and in callbacks."""
 
     @property
     def strategy(self) -> str:

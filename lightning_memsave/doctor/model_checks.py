@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_memsave.doctor.subject import Subject
 from lightning_memsave.errors import Problem
 from lightning_memsave.measure.alive_tensors import is_of_library
+from lightning_memsave.techniques.micro_batching.technique import size_of_batches
 from lightning_memsave.trainer.precision import overflows_certainly
 
 
@@ -20,10 +21,9 @@ def find_batch_statistics(subject: Subject) -> Iterator[Problem]:
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     found = [name for name, m in subject.module.named_modules() if isinstance(m, norms)]
     given = subject.trainer_arguments.get("accumulate_grad_batches")
-    size = subject.settings.get("micro_batch_size")
     settings = {
         "accumulate_grad_batches": subject.settings.get("accumulate_grad_batches") or given,
-        "micro_batch_size": getattr(size, "micro_batch_size", size),
+        "micro_batch_size": size_of_batches(subject.settings.get("micro_batch_size")),
     }
     for name, value in settings.items() if found else ():
         if isinstance(value, int) and (value > 1 or name == "micro_batch_size"):

@@ -53,6 +53,7 @@ from lightning_memsave.prediction.simulate import (
 )
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
+from lightning_memsave.techniques.micro_batching.technique import size_of_batches
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.techniques.optimizer_kinds import MIN_PAGED_NUMEL, PAGED_STATES
 from lightning_memsave.trainer.nested_fit import quiet
@@ -279,7 +280,8 @@ class _Predictor:
             extra=[("input", rest_bytes), ("other", fit.other_bytes)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
             # It proves how the losses of micro-batches add up.
-            has_run=any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
+            has_run=size_of_batches(arguments["micro_batch_size"]) is not None
+            and any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in rows if row.status == "on"}
@@ -355,7 +357,7 @@ def simulated_arguments(
 # Also the bytes of the others, and the share of the samples.
 def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any, int, float]:
     given = arguments["micro_batch_size"]
-    size = getattr(given, "micro_batch_size", given)
+    size = size_of_batches(given)
     # With the user's own split function, the batch may not be made of samples.
     if not isinstance(size, int) or getattr(given, "split_batch", None) is not None:
         return batch, 0, 1.0

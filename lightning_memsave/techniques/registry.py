@@ -73,7 +73,6 @@ _ENTRIES = (
         offload="nested",
         details={"blocks": None},
     ),
-    Entry.of(BlockMicroBatching, details={"blocks": None}),
     # In the order in which they are applied to optimizers.
     Entry.of(
         LowBitOptimizer,
@@ -99,6 +98,10 @@ SMALLER_PRESET = "single_gpu"
 BESIDE_OFFLOAD: Mapping[str, Any] = {"optimizer": None, "low_precision_weights": "master"}
 """What takes the place of other values where weights are on the host: there is room for whole
 state, and updates are made in float32."""
+_WHY_OFF_BESIDE_OFFLOAD = {
+    "optimizer": "keeps the whole state on the host, where there is room for it",
+    "optimizer_in_backward": "lets the host update weights while the next step begins",
+}
 _SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
     {"low_precision_weights": "split"},
     {"optimizer_in_backward": True},
@@ -116,7 +119,10 @@ def entries() -> tuple[Entry, ...]:
 
 def techniques() -> tuple[type[Technique[Any]], ...]:
     """Return the techniques, in order of application."""
-    return tuple(entry.technique for entry in _ENTRIES if entry.technique is not None)
+    found = [entry.technique for entry in _ENTRIES if entry.technique is not None]
+    # Of the argument of `MicroBatching`, applied to blocks that may be recomputed.
+    found.insert(found.index(ActivationCheckpointing) + 1, BlockMicroBatching)
+    return tuple(found)
 
 
 def frees_early(arguments: Mapping[str, Any]) -> bool:
@@ -132,7 +138,10 @@ def values_of(preset: str) -> dict[str, Any]:
     return {e.argument: None if preset == "off" else getattr(e, preset) for e in _ENTRIES}
 
 
-_GONE = ("early_release", "eval_micro_batch_size", "force_8bit", "keep_32bit", "optimizer_kwargs")
+_GONE = (
+    *("block_micro_batch_size", "early_release", "eval_micro_batch_size", "force_8bit"),
+    *("keep_32bit", "optimizer_kwargs"),
+)
 
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,10 +155,17 @@ def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def uses_blocks(settings: Mapping[str, Any]) -> bool:
+    """Say whether `blocks` is used without checkpointing, too."""
+    in_blocks = BlockMicroBatching.from_value(settings.get(MicroBatching.argument))
+    return bool(settings.get(Offloading.argument)) or in_blocks is not None
+
+
 def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """List the details of what is off, which would be refused beside it."""
     off = [e for e in _ENTRIES if settings.get(e.argument) is None]
     used = {name for e in _ENTRIES if e not in off for name in e.details}
+    used |= {"blocks"} if uses_blocks(settings) else set()
     found = [(n, v) for e in off if e.argument in names for n, v in e.details.items()]
     return {n: v for n, v in found if n not in used}
 
@@ -175,7 +191,7 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     values |= {name: "auto" for name in (MicroBatching.argument,) if name in values}
     values |= unused_details({**arguments, **values}, open_arguments)
     # What is on in a plan is applied or refused: without it the plan would not hold.
-    left_out = tuple(name for name, value in values.items() if value in (None, "auto"))
+    left_out = {name: "" for name, value in values.items() if value in (None, "auto")}
     return {**arguments, **values, "from_preset": left_out}
 
 
@@ -205,7 +221,11 @@ def preset_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def with_preset(
     arguments: Mapping[str, Any], form: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Replace ``"auto"`` by values of the preset; with a budget, by those without a plan yet."""
+    """Replace ``"auto"`` by values of the preset; with a budget, by those without a plan yet.
+
+    ``"from_preset"`` names what was replaced, and says what of the preset another setting has
+    switched off.
+    """
     if arguments.get("budget") is not None and arguments["preset"] is None:
         return with_plan(arguments, {})
     preset = BARE if arguments["preset"] is None else arguments["preset"]
@@ -221,9 +241,15 @@ def with_preset(
         instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
         missing |= instead | dict.fromkeys((n for n in FINAL if n in missing), None)
     missing |= form or {}
+    reasons = {
+        name: f"`offload={what!r}` {_WHY_OFF_BESIDE_OFFLOAD[name]}"
+        if values[name] is not None and value is None
+        else ""
+        for name, value in missing.items()
+    }
     # A name written beside it keeps the state of embeddings in 8 bits, as the preset does.
     own = arguments["optimizer"]
     is_8bit = isinstance(own, str) and "8bit" in own and not problems_of_name(own)
     if is_8bit and values["optimizer"] == ALL_8BIT:
         arguments = {**arguments, "optimizer": replace(ALL_8BIT, optimizer=own)}
-    return {**arguments, **missing, "from_preset": tuple(missing)}
+    return {**arguments, **missing, "from_preset": reasons}

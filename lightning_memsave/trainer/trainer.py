@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from lightning_memsave.core.patching import patch_method
-from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import Problem
 
 CallbackT = TypeVar("CallbackT")
@@ -90,23 +89,24 @@ def _has(owner: Any, path: str) -> bool:
     return True
 
 
-def put_first(trainer: Any, callback: Any, *added: Any) -> None:
-    """Move a callback before all others, including tuners.
+def put_first(trainer: Any, callback: Any, *added: Any) -> Callable[[], None]:
+    """Move a callback before all others, including tuners; returns what gives the order back.
 
-    Callbacks that copy the module in ``setup`` stay before it: in the Trainer's next fit they must
-    not come after it.
+    Callbacks that copy the module in ``setup`` stay before it.
     """
-    callbacks = trainer.callbacks
+    callbacks = list(trainer.callbacks)
     place = next(i for i, c in enumerate(callbacks) if c is callback)
     before = [c for c in callbacks[:place] if averages_weights(c)]
     first = [*before, callback, *added]
     trainer.callbacks = [*first, *(c for c in callbacks if all(c is not f for f in first))]
 
+    def undo() -> None:
+        now = trainer.callbacks  # another list: the Trainer may be calling those in this one
+        kept = [c for c in callbacks if any(c is one for one in now)]
+        known = (*callbacks, *added)
+        trainer.callbacks = [*kept, *(c for c in now if all(c is not one for one in known))]
 
-def remove_callback(trainer: Any, callback: Any) -> None:
-    """Remove a callback, if it is there, from a Trainer that may be calling it."""
-    if any(c is callback for c in trainer.callbacks):
-        trainer.callbacks = [c for c in trainer.callbacks if c is not callback]
+    return undo
 
 
 def leave_device(trainer: Any, pl_module: Any) -> None:
@@ -155,26 +155,6 @@ def builds_model_late(pl_module: Any) -> bool:
 def is_strategy(trainer: Any, *names: str) -> bool:
     """Return whether the strategy is an instance of a class with one of these names."""
     return any(cls.__name__ in names for cls in type(trainer.strategy).__mro__)
-
-
-def facts_of(trainer: Any) -> TrainerFacts:
-    """Collect what techniques may ask about a Trainer."""
-    return TrainerFacts(
-        tuple(cls.__name__ for cls in type(trainer.strategy).__mro__),
-        trainer.world_size,
-        getattr(trainer.strategy, "root_device", None),
-        _checkpoints_activations(trainer),
-    )
-
-
-# `FSDPStrategy(activation_checkpointing_policy=...)` and DeepSpeed's own setting.
-def _checkpoints_activations(trainer: Any) -> bool:
-    strategy = trainer.strategy
-    config = getattr(strategy, "config", None)
-    in_config = isinstance(config, dict) and "activation_checkpointing" in config
-    return bool(getattr(strategy, "_activation_checkpointing_kwargs", None)) or (
-        in_config and is_strategy(trainer, "DeepSpeedStrategy")
-    )
 
 
 def convert_loaded_optimizer_states(

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import BlockMicroBatching, MemSaveCallback
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -20,10 +19,10 @@ def only(**settings: Any) -> MemSaveCallback:
     quiet: dict[str, Any] = {"predict": False, "report": False}
     given: dict[str, Any] = {
         "preset": "off",
-        "block_micro_batch_size": 1,
+        "micro_batch_size": MicroBatching(1, of="blocks"),
         "activation_checkpointing": "all",
     }
-    return MemSaveCallback(**(given | {"block_micro_batch_size": 1} | quiet | settings))
+    return MemSaveCallback(**(given | quiet | settings))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -32,7 +31,7 @@ def test_trains_and_validates_as_without(package):
     how: dict[str, Any] = {"package": PACKAGES[package], "val_check_interval": 2}
     plain, saving = fit(lit, **how), fit(lit, callback, **how)
     assert saving[0] == pytest.approx(plain[0], rel=1e-5)
-    row = rows_of(callback)["block_micro_batch_size"]
+    row = rows_of(callback)["micro_batch_size"]
     assert (row.status, row.exactness) == ("on", "rounding")
     assert row.details == ("4 blocks run on 1 sample at a time",)
 
@@ -52,36 +51,48 @@ def test_is_predicted_to_the_byte(offload, kind, precision):
     assert callback.prediction.peak_bytes == peak_of(callback)
 
 
-def test_prediction_beside_micro_batches():
-    """Micro-batches of the model, each of which passes blocks in parts."""
-    callback = only(micro_batch_size=2, offload="parameters", predict=60)
-    fit(silent_lit("dropout"), callback)
-    assert callback.prediction is not None
-    assert callback.prediction.peak_bytes == peak_of(callback)
+def test_details_that_do_not_go_with_blocks_are_refused_together():
+    with pytest.raises(ConfigurationError, match="4 problems") as refusal:
+        MicroBatching(of="blocks", loss_weight="tokens", split_batch=torch.split, evaluation=False)
+    for name in ("micro_batch_size='auto'", "loss_weight='tokens'", "split_batch=", "evaluation="):
+        assert f"`{name}" in str(refusal.value)
+    with pytest.raises(ConfigurationError, match=r'Did you mean `blocks`.*`of="blocks"`'):
+        MicroBatching(1, of="block")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r'`blocks=.Block.`: .*Write `of="blocks"` too'):
+        MicroBatching(1, blocks="Block")
+    with pytest.raises(ConfigurationError, match=r"Write `micro_batch_size=MicroBatching\(2, of"):
+        only(micro_batch_size=BlockMicroBatching(2))
 
 
-@pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
-def test_a_batch_that_ran_out_of_memory_is_repeated():
+def test_blocks_are_those_of_the_technique_or_of_the_callback():
     lit = make_lit(model="still")
-    failed: list[int] = []
+    callback = only(activation_checkpointing=None, blocks="Block")
+    fit(lit, callback)
+    assert rows_of(callback)["micro_batch_size"].details == ("4 blocks run on 1 sample at a time",)
+    assert callback.effective_arguments()["blocks"] == "Block"
+    own = only(micro_batch_size=MicroBatching(1, of="blocks", blocks=".*"), blocks="Block")
+    with pytest.raises(IncompatibleError, match="no repeated block"):
+        fit(lit, own)
 
-    def fail(module: Any, args: Any, output: Tensor) -> None:
-        if module.training and len(args[0]) == 2 and not failed:
-            failed.append(len(args[0]))
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    plain = fit(lit)
-    lit.model.blocks[2].up.register_forward_hook(fail)
-    callback = only(block_micro_batch_size=2, micro_batch_size=MicroBatching("auto"), offload=True)
-    saving = fit(lit, callback)
-    assert saving[0] == pytest.approx(plain[0], rel=1e-5)
-    assert rows_of(callback)["block_micro_batch_size"].status == "on"
+def test_validates_in_blocks_too_without_a_row_of_evaluation():
+    callback = only()
+    fit(make_lit(model="still"), callback, val_check_interval=2)
+    names = [row.name for row in callback.rows]
+    assert names.count("micro_batch_size") == 1
+    assert "evaluation" not in names
 
 
 def test_mixing_blocks_are_refused_by_name():
-    with pytest.raises(IncompatibleError, match=r"`block_micro_batch_size=1` with `model\.blocks"):
+    with pytest.raises(
+        IncompatibleError, match=r'`MicroBatching\(1, of="blocks"\)` with `model\.b'
+    ):
         fit(make_lit(model="batch_norm"), only())
     with pytest.raises(ConfigurationError, match="is rounding, which `exactness='bitwise'`"):
         only(exactness="bitwise")
-    with pytest.raises(ConfigurationError, match="`block_micro_batch_size=0` is not a number"):
-        only(block_micro_batch_size=0)
+    with pytest.raises(ConfigurationError, match="`micro_batch_size=0` is not a batch size"):
+        MicroBatching(0, of="blocks")
+    with pytest.raises(
+        ConfigurationError, match=r"MicroBatching\(8, of=.blocks.\)".replace(".", '"')
+    ):
+        only(block_micro_batch_size=1)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_memsave import IncompatibleError, LowBitOptimizer, MemSaveCallback
+from lightning_memsave import IncompatibleError, LowBitOptimizer, MemSaveCallback, MicroBatching
 from lightning_memsave.techniques.registry import entries
 from tests.callbacks.lit import make_trainer, rows_of
 
@@ -149,7 +149,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
     "checkpointing 1": ({"activation_checkpointing": 1}, saves),
     "checkpointing 50%": ({"activation_checkpointing": "50%"}, saves),
     "offload": ({"offload": "optimizer"}, saves),
-    "block_micro_batch_size": ({"block_micro_batch_size": 2}, saves),
+    "blocks": ({"micro_batch_size": MicroBatching(2, of="blocks")}, saves),
     "attention": ({"attention": "sdpa"}, saves),
     "chunked_cross_entropy": ({"chunked_cross_entropy": True}, saves),
     "early_release": (
@@ -196,7 +196,7 @@ TOLERANCE = {
 }
 AS_A_WHOLE = ("chunked_cross_entropy", "optimizer_in_backward")
 """What needs ordinary calls of modules, and is refused where there are none."""
-NEVER = ("offload", "block_micro_batch_size")
+NEVER = ("offload", "blocks")
 WAYS = ("lit", "model", "blocks")
 
 

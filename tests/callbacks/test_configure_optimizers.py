@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks.settings.optimizer import (
     OptimizerSetting,
-    enable,
     load_optimizer_state_dict,
 )
 from lightning_memsave.core.patching import patch_method
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.trainer.configure_optimizers import enable
 from tests.callbacks.lit import make_lit, make_trainer
 
 pytestmark = pytest.mark.usefixtures("no_prediction")

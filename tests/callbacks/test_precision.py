@@ -10,6 +10,7 @@ from lightning_memsave.callbacks.settings import precision as precision_module
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
 from lightning_memsave.callbacks.settings.precision import PrecisionSetting
 from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.techniques.registry import with_preset
 from lightning_memsave.trainer.precision import full_name, overflows_in_float16
 from lightning_memsave.trainer.trainer import check_host, package_of
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.usefixtures("no_prediction")
 
 def only_precision(precision: Any) -> MemSaveCallback:
     return MemSaveCallback(None, optimizer=None, precision=precision, predict=False, report=False)
+
+
+def setting_of(precision: str) -> PrecisionSetting:
+    arguments = {**MemSaveCallback(preset="off").arguments, "precision": precision}
+    return PrecisionSetting(with_preset(arguments) | {"precision": precision})
 
 
 @pytest.fixture(params=PACKAGES)
@@ -133,9 +139,9 @@ class TestConflicts:
         plugin = object.__new__(package.plugins.BitsandbytesPrecision)
         trainer._accelerator_connector._precision_plugin_flag = plugin
         lit = make_lit(package)
-        problems = PrecisionSetting("bf16-mixed").check(trainer, lit)
+        problems = setting_of("bf16-mixed").check(trainer, lit)
         assert ["BitsandbytesPrecision" in p.why for p in problems] == [True]
-        auto = PrecisionSetting("auto")
+        auto = setting_of("auto")
         assert auto.check(trainer, lit) == []
         auto.apply(trainer, lit)
         assert auto.rows[0].status == "unchanged"
@@ -148,7 +154,7 @@ class TestConflicts:
     def test_fsdp_with_its_own_mixed_precision(self, package):
         trainer = make_trainer(package)
         trainer.strategy.mixed_precision = object()
-        problems = PrecisionSetting("bf16-mixed").check(trainer, make_lit(package))
+        problems = setting_of("bf16-mixed").check(trainer, make_lit(package))
         assert [p.fix.startswith("Remove `mixed_precision`") for p in problems] == [True]
 
     @pytest.mark.parametrize(("precision", "fix"), [("16-mixed", "bf16"), ("64-true", "32-true")])
@@ -156,19 +162,19 @@ class TestConflicts:
         trainer = make_trainer(package)
         strategy = type("ModelParallelStrategy", (type(trainer.strategy),), {})
         trainer.strategy.__class__ = strategy
-        problems = PrecisionSetting(precision).check(trainer, make_lit(package))
+        problems = setting_of(precision).check(trainer, make_lit(package))
         assert [fix in p.fix for p in problems] == [True]
 
     def test_deepspeed_that_has_started(self, package):
         trainer = make_trainer(package)
         trainer.strategy._config_initialized = True
-        problems = PrecisionSetting("bf16-mixed").check(trainer, make_lit(package))
+        problems = setting_of("bf16-mixed").check(trainer, make_lit(package))
         assert [p.fix for p in problems] == ["Make a new Trainer with a new strategy."]
 
     def test_xla(self, package):
         trainer = make_trainer(package)
         trainer.strategy.__class__ = type("SingleDeviceXLAStrategy", (type(trainer.strategy),), {})
-        problems = PrecisionSetting("bf16-mixed").check(trainer, make_lit(package))
+        problems = setting_of("bf16-mixed").check(trainer, make_lit(package))
         assert ['precision="bf16-true"' in p.fix for p in problems] == [True]
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -214,7 +220,7 @@ class TestAutoOnCuda:
         assert "16-mixed" not in reason
         preset = MemSaveCallback(preset="single_gpu")._settings.find(PrecisionSetting)
         assert "16-mixed" not in preset.check(trainer, lit)[0].why
-        asked = PrecisionSetting("16-true")  # mixed is not for CPUs, which Lightning sees here
+        asked = setting_of("16-true")  # mixed is not for CPUs, which Lightning sees here
         asked.apply(trainer, lit)
         assert "overflow in float16: watch for a loss" in asked.rows[0].details[-1]
 
@@ -235,7 +241,7 @@ class TestAutoOnCuda:
 
     @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
     def test_a_value_is_set_and_said_to_be_slow(self, capability):
-        trainer, setting = make_trainer(), PrecisionSetting("bf16-mixed")
+        trainer, setting = make_trainer(), setting_of("bf16-mixed")
         assert setting.check(trainer, make_lit()) == []
         setting.apply(trainer, make_lit())
         assert trainer.precision == "bf16-mixed"

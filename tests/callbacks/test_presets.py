@@ -7,17 +7,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, Offloading
+from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
-from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import PRESETS
+from lightning_memsave.techniques.registry import PRESETS, values_of
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
 from tests.cases import MODELS
@@ -118,10 +120,32 @@ class TestPresets:
         assert row.status == "unchanged"
         assert row.details == (
             "\"auto\" means the values of `preset='classic'`, without attention, "
-            "chunked_cross_entropy, block_micro_batch_size, offload, low_precision_weights, "
+            "chunked_cross_entropy, offload, low_precision_weights, "
             "optimizer_in_backward",
         )
         assert rows_of(callback)["early_release"].status == "on"
+
+    @pytest.mark.parametrize("preset", ["classic", "single_gpu", "bitwise"])
+    @pytest.mark.parametrize("what", ["optimizer", "embeddings"])
+    def test_what_offload_switches_off_says_so(self, preset, what):
+        model = nn.Sequential(
+            nn.Embedding(64, 64), nn.Flatten(), *(nn.Linear(64, 64) for _ in "abc")
+        )
+        lit = make_lit(model=model)
+        data: Any = DataLoader(torch.arange(16)[:, None], batch_size=4)  # type: ignore[arg-type]
+        lit.training_step = lambda batch, batch_idx: model(batch).square().mean()
+        offload = Offloading(what, min_table_bytes=4)
+        callback = MemSaveCallback(preset=preset, offload=offload, predict=False, report=False)
+        make_trainer(lightning.pytorch, callback, limit_val_batches=0).fit(lit, data)
+        rows = rows_of(callback)
+        assert rows["offload"].status == "on"
+        for name in ("optimizer", "optimizer_in_backward"):
+            is_off = values_of(preset)[name] is not None and what == "optimizer"
+            said = name in rows and "`offload='optimizer'` " in rows[name].details[0]
+            assert said == is_off
+            if is_off:
+                assert (rows[name].value, rows[name].status) == ("auto", "off")
+                assert not re.search(rf"\b{name}\b", str(rows["preset"].details))
 
     def test_bare_callback_is_the_classic_preset(self):
         lit, bare, named = make_lit(), MemSaveCallback(), MemSaveCallback(preset="classic")

@@ -87,8 +87,6 @@ FLAGS: list[tuple[str, Any]] = [
     ("optimizer_in_backward=true", True),
     ("optimizer_in_backward=false", False),
     ("low_precision_weights=kahan", "kahan"),
-    ("block_micro_batch_size=4", 4),
-    ("block_micro_batch_size=null", None),
     ("offload=parameters", "parameters"),
     ("offload=true", True),
     ("offload=null", None),
@@ -125,6 +123,26 @@ def test_flags(cli, flag, value):
 def test_every_argument_has_a_flag_here():
     tested = {flag.partition("=")[0].rstrip("+") for flag, _ in FLAGS}
     assert tested == MemSaveCallback().arguments.keys()
+
+
+@every_cli
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("block_micro_batch_size=4", 'Write `micro_batch_size=MicroBatching(8, of="blocks")`'),
+        ("early_release=true", "Remove it: tensors are always freed early."),
+        ("stack=classic", "Write `preset=...`, with the same values."),
+        ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
+    ],
+)
+def test_names_that_went_say_what_to_write(cli, flag, instead, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        from_flags(cli, flag)
+    assert instead in capsys.readouterr().err
+    config = write_config(cli, flag.replace("=", ": "))
+    with pytest.raises(SystemExit, match="2"):
+        from_command_line(cli, "--config", config)
+    assert instead in capsys.readouterr().err
 
 
 @every_cli
@@ -189,6 +207,11 @@ CONFIGS = {
           class_path: lightning_memsave.MicroBatching
           init_args: {micro_batch_size: 2, loss_weight: samples}
 """,
+    "micro-batches of blocks": """
+        micro_batch_size:
+          class_path: lightning_memsave.MicroBatching
+          init_args: {micro_batch_size: 1, of: blocks, blocks: Block}
+""",
 }
 
 
@@ -210,7 +233,6 @@ def test_yaml(cli):
         "optimizer": "lion_8bit",
         "precision": 32,
         "micro_batch_size": "auto",
-        "block_micro_batch_size": "auto",
         "accumulate_grad_batches": 4,
         "chunked_cross_entropy": "auto",
         "optimizer_in_backward": "auto",

@@ -24,8 +24,7 @@ def test_each_is_something_that_the_callback_takes(settings):
 
 def test_every_technique_is_among_them():
     changed = {name for one in single_candidates(situation()) for name in one.changes}
-    others = {"block_micro_batch_size"}  # it pays beside what waits on the host
-    assert set(values_of("single_gpu")) - others == changed
+    assert set(values_of("single_gpu")) == changed
 
 
 def test_a_dominating_embedding_can_have_8_bits_too_though_that_is_advised_against():

@@ -3,6 +3,7 @@
 import inspect
 
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.settings.arguments import SETTINGS
 from lightning_memsave.techniques.registry import entries
 
 
@@ -12,3 +13,9 @@ def test_signature_has_every_entry_and_its_details():
         assert known[entry.argument].default == "auto", entry.argument
         for name, off in entry.details.items():
             assert known[name].default == off, name
+
+
+def test_settings_are_applied_in_the_order_of_the_registry():
+    own = list(dict.fromkeys(cls.name for cls in SETTINGS))
+    names = [entry.argument for entry in entries()]
+    assert [name for name in own if name in names] == names

@@ -1,4 +1,4 @@
-"""Gradient accumulation set from the callback, with the last partial window scaled right."""
+"""`accumulate_grad_batches` of `MemSaveCallback`, with the last partial window scaled right."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,9 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.micro_batches import has_batch_norm
-from lightning_memsave.callbacks.settings.setting import Setting, warn
-from lightning_memsave.callbacks.settings.values import Arguments, why_beyond
-from lightning_memsave.core.technique import Exactness, Row
+from lightning_memsave.callbacks.settings.micro_batches import has_batch_norm, is_among
+from lightning_memsave.callbacks.settings.setting import Arguments, Setting, warn, why_beyond
+from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError, ExactnessWarning, Problem
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting, read_weights
 from lightning_memsave.trainer.batch_parts import BatchParts
@@ -31,20 +30,9 @@ class AccumulationSetting(Setting):
 
     name = "accumulate_grad_batches"
 
-    def __init__(self, num_batches: int | None) -> None:
-        super().__init__()
-        self.num_batches = num_batches
-        self.micro_batches: MicroBatchSetting | None = None
-        """What proves how losses are weighted, where it is on."""
-        # Factor of the batches of this window that have passed backward already.
-        self._factor = 1.0
-        self._window = _Window()
-        self._is_equal = False  # batches weigh the same, as a proof has failed
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> "AccumulationSetting":
-        """Make the setting that the arguments describe."""
-        wanted = arguments["accumulate_grad_batches"]
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        wanted = self.num_batches = arguments[self.name]
         if wanted is not None and (type(wanted) is not int or wanted < 1):
             raise ConfigurationError(
                 f"`accumulate_grad_batches={wanted!r}` is not a number of batches: it must be a "
@@ -52,47 +40,39 @@ class AccumulationSetting(Setting):
                 "batches, or `None` to leave it to the Trainer."
             )
         if wanted is not None and wanted > 1:
-            why_beyond(arguments, "accumulate_grad_batches", Exactness.ROUNDING)
-        return cls(wanted)
+            why_beyond(arguments, self.name, Exactness.ROUNDING)
+        self.value = str(wanted)
+        self.micro_batches: MicroBatchSetting | None = None
+        """What proves how losses are weighted, where it is on."""
+        # Factor of the batches of this window that have passed backward already.
+        self._factor = 1.0
+        self._window = _Window()
+        self._is_equal = False  # batches weigh the same, as a proof has failed
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer's own value, the scheduler and manual optimization."""
         if self.num_batches is None:
             return []
-        what = f"`accumulate_grad_batches={self.num_batches}`"
-        own = trainer.accumulate_grad_batches
-        problems = []
+        own, reasons = trainer.accumulate_grad_batches, []
         if not pl_module.automatic_optimization:
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(pl_module).__name__}.automatic_optimization=False`: the module steps "
-                    "its own optimizers, and Lightning would ignore this silently",
-                    "Set `accumulate_grad_batches=None` and accumulate in `training_step`.",
-                )
-            )
+            name = f"`{type(pl_module).__name__}.automatic_optimization=False`"
+            why = "the module steps its own optimizers, and Lightning would ignore this silently"
+            fix = "Set `accumulate_grad_batches=None` and accumulate in `training_step`."
+            reasons.append((f"{name}: {why}", fix))
         if own not in (1, self.num_batches):
-            problems.append(
-                Problem(
-                    what,
-                    f"the Trainer was given `accumulate_grad_batches={own}`",
-                    f"Remove one of the two, or pass `accumulate_grad_batches={own}` here too.",
-                )
-            )
+            why = f"the Trainer was given `accumulate_grad_batches={own}`"
+            fix = f"Remove one of the two, or pass `accumulate_grad_batches={own}` here too."
+            reasons.append((why, fix))
         if has_scheduler(trainer):
-            problems.append(
-                Problem(
-                    what,
-                    "the Trainer has a `GradientAccumulationScheduler`, which sets it per epoch",
-                    "Remove that callback, or set `accumulate_grad_batches=None` here.",
-                )
-            )
-        return problems
+            why = "the Trainer has a `GradientAccumulationScheduler`, which sets it per epoch"
+            fix = "Remove that callback, or set `accumulate_grad_batches=None` here."
+            reasons.append((why, fix))
+        return [Problem(self.written, *reason) for reason in reasons]
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Set it, or say what the Trainer does by itself."""
         if self.num_batches is None:
-            self.rows = _rows_of_trainer(trainer)
+            self._show_trainers(trainer)
             return
         own, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self.num_batches
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", own))
@@ -104,15 +84,21 @@ class AccumulationSetting(Setting):
             details.append("a shorter last window is divided by its own number of batches")
             is_proven = self.micro_batches is not None and self.micro_batches.is_passing
             details.append(_WEIGHTED if is_proven else _EQUAL)
-        self.rows = [Row(self.name, str(self.num_batches), "on", tuple(details), "rounding")]
+        self.show("on", *details, exactness="rounding")
         if self.num_batches > 1 and has_batch_norm(pl_module):
             warn(
                 trainer,
-                f"`accumulate_grad_batches={self.num_batches}` and batch normalisation: its "
+                f"{self.written} and batch normalisation: its "
                 "statistics come from each batch alone, not from the whole window. Use a "
                 "normalisation without batch statistics, such as `nn.GroupNorm`, if that matters.",
                 ExactnessWarning,
             )
+
+    def _show_trainers(self, trainer: Any) -> None:
+        own, self.rows = trainer.accumulate_grad_batches, []
+        if has_scheduler(trainer) or own != 1:
+            self.value = "scheduled" if has_scheduler(trainer) else str(own)
+            self.show("unchanged", _LIGHTNING_SCALES)
 
     def scale(
         self,
@@ -197,20 +183,7 @@ _ALIKE = (
 
 def has_scheduler(trainer: Any) -> bool:
     """Say whether the number of batches per step changes from epoch to epoch."""
-    return any(
-        base.__name__ == "GradientAccumulationScheduler"
-        for callback in trainer.callbacks
-        for base in type(callback).__mro__
-    )
-
-
-def _rows_of_trainer(trainer: Any) -> list[Row]:
-    own = trainer.accumulate_grad_batches
-    if has_scheduler(trainer):
-        return [Row("accumulate_grad_batches", "scheduled", "unchanged", (_LIGHTNING_SCALES,))]
-    if own == 1:
-        return []
-    return [Row("accumulate_grad_batches", str(own), "unchanged", (_LIGHTNING_SCALES,))]
+    return is_among(trainer, "GradientAccumulationScheduler")
 
 
 _LIGHTNING_SCALES = (

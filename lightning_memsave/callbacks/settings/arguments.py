@@ -1,69 +1,61 @@
 """Arguments of ``MemSaveCallback``: checked all at once, and turned into settings."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import AccumulationSetting
+from lightning_memsave.callbacks.settings.activation_checkpointing import (
+    ActivationCheckpointingSetting,
+)
+from lightning_memsave.callbacks.settings.attention import AttentionSetting
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
+from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.early_release import EarlyReleaseSetting
 from lightning_memsave.callbacks.settings.evaluation import EvaluationSetting
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
-from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.modules import (
-    ActivationCheckpointingSetting,
-    read_module_setting,
+from lightning_memsave.callbacks.settings.micro_batch_size import (
+    BlockMicroBatchSetting,
+    MicroBatchSetting,
 )
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer import OptimizerSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.precision import PrecisionSetting
-from lightning_memsave.callbacks.settings.setting import Setting, Settings
-from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, read_flag
-from lightning_memsave.core.technique import Row
+from lightning_memsave.callbacks.settings.preset import PresetSetting
+from lightning_memsave.callbacks.settings.setting import (
+    Arguments,
+    Setting,
+    Settings,
+    exactness_limit,
+)
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import (
-    BARE,
     SMALLER_PRESET,
-    entries,
     preset_forms,
-    values_of,
     with_plan,
     with_preset,
 )
 from lightning_memsave.units import format_bytes
 
-_SETTINGS = (
+SETTINGS: tuple[type[Setting], ...] = (
+    AccumulationSetting,
+    EarlyReleaseSetting,
+    EvaluationSetting,
     PrecisionSetting,
     MicroBatchSetting,
+    AttentionSetting,
+    ChunkedCrossEntropySetting,
     ActivationCheckpointingSetting,
+    BlockMicroBatchSetting,
     OptimizerSetting,
     OffloadSetting,
     LowPrecisionWeightsSetting,
     OptimizerInBackwardSetting,
 )
-"""Those that read their own arguments; all others are techniques that change the module."""
-
-
-def _readers() -> list[Callable[[Arguments], Setting]]:
-    """Give what reads each argument, in the order in which settings are applied."""
-    own: Mapping[str, type[Any]] = {setting.name: setting for setting in _SETTINGS}
-    return [
-        AccumulationSetting.read,
-        EarlyReleaseSetting.read,
-        EvaluationSetting.read,
-        *(
-            own[entry.argument].read
-            if entry.argument in own
-            else functools.partial(read_module_setting, entry)
-            for entry in entries()
-        ),
-    ]
-
-
+"""In the order in which they are applied, which is that of the registry."""
 T = TypeVar("T")
 
 
@@ -137,15 +129,15 @@ def make_settings(
 
     attempt(_budget)
     attempt(exactness_limit)
-    settings = [attempt(read) for read in _readers()]
+    settings = [attempt(kind) for kind in SETTINGS]
     attempt(_report)
-    attempt(_prediction)
+    attempt(lambda given: time_limit(given["predict"]))
     if problems:
         failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
         raise failure
     found = [setting for setting in settings if setting is not None]
     if arguments["budget"] is not None:
-        made = Settings([BudgetSetting(arguments["budget"]), *found])
+        made = Settings([BudgetSetting(arguments), *found])
     else:
         preset = PresetSetting(arguments)
         made = Settings([*found, preset] if arguments["preset"] is None else [preset, *found])
@@ -168,12 +160,12 @@ def _budget(arguments: Arguments) -> None:
         )
 
 
-def _report(arguments: Arguments) -> bool:
-    return bool(read_flag(arguments, "report", (True, False)))
-
-
-def _prediction(arguments: Arguments) -> float | None:
-    return time_limit(arguments["predict"])
+def _report(arguments: Arguments) -> None:
+    if not isinstance(arguments["report"], bool):
+        raise ConfigurationError(
+            f"`report={arguments['report']!r}` is not a valid value. Use one of `report=True`, "
+            "`report=False`."
+        )
 
 
 def time_limit(predict: object) -> float | None:
@@ -186,41 +178,3 @@ def time_limit(predict: object) -> float | None:
             "`predict=60` to let the prediction take a minute."
         )
     return float(predict)
-
-
-# The argument's default is "auto": whether it was written cannot be told.
-_NOT_REPEATED = (
-    '`micro_batch_size="auto"` is off, too: `micro_batch_size=MicroBatching("auto")` repeats a '
-    "batch that runs out of memory"
-)
-
-
-class PresetSetting(Setting):
-    """Shows the settings of a preset; the settings themselves do the work."""
-
-    name = "preset"
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__()
-        given = arguments["preset"]
-        own = [n for n in values_of(given or BARE) if n not in arguments["from_preset"]]
-        settings = {name: arguments[name] for name in arguments["from_preset"]}
-        on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
-        off = ", ".join(name for name, value in settings.items() if value is None)
-        beside = ", ".join(own)
-        texts = {"": on, "off in this preset: ": off, "given beside it: ": beside}
-        details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
-        self._row = Row(self.name, repr(given), "on" if on else "off", details)
-        if given is None:
-            meaning = f'"auto" means the values of `preset={BARE!r}`'
-            details = (f"{meaning}, without {off}" if off else meaning,)
-            self._row = Row(self.name, "None", "unchanged", details)
-        if given == "off":
-            details = ("everything is off that is not given",)
-            if "micro_batch_size" in arguments["from_preset"]:
-                details += (_NOT_REPEATED,)
-            self._row = Row(self.name, "'off'", "unchanged", details)
-
-    def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Show the settings of the preset."""
-        self.rows = [self._row]

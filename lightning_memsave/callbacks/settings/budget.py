@@ -1,4 +1,4 @@
-"""A budget of device memory: the plan of a fit, the wall around it, and the way down its ladder."""
+"""`budget` of `MemSaveCallback`: the plan, the limit of the allocator, and smaller plans on OOM."""
 
 import functools
 import math
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_memsave.callbacks.settings.activation_checkpointing import (
+    ActivationCheckpointingSetting,
+)
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.modules import ActivationCheckpointingSetting
-from lightning_memsave.callbacks.settings.setting import Setting, Settings
-from lightning_memsave.core.technique import Row
+from lightning_memsave.callbacks.settings.setting import Arguments, Setting, Settings
 from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
 from lightning_memsave.techniques.registry import current_settings
 from lightning_memsave.trainer.hooks import log_info
@@ -29,9 +30,9 @@ class BudgetSetting(Setting):
 
     name = "budget"
 
-    def __init__(self, budget: Any) -> None:
-        super().__init__()
-        self.value = repr(budget)
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        self.value = repr(arguments[self.name])
         self._made: MemoryPlan | None = None
         self._plan: Plan | None = None  # in force
         self._ladder: Sequence[Plan] = ()  # without what memory was short with
@@ -136,8 +137,8 @@ class BudgetSetting(Setting):
         raise InfeasiblePlanError(
             f"`budget={self.value}`: the plan is {plan.short}, and {why}. With whole batches it "
             "does not fit. Use `micro_batch_size=None`, so that other settings are planned"
-            f"{budget}, a smaller batch, or `loss_weight=`, a function of a micro-batch that gives "
-            "what its loss is divided by.",
+            f"{budget}, a smaller batch, or `MicroBatching(loss_weight=...)`, a function of a "
+            "micro-batch that gives what its loss is divided by.",
             least,
         )
 
@@ -182,7 +183,7 @@ class BudgetSetting(Setting):
     def _show(self) -> None:
         plan, made = self._plan, self._made
         if plan is None or made is None:
-            self.rows = [Row(self.name, self.value, "off", ("only training is planned",))]
+            self.show("off", "only training is planned")
             return
         sure = "predicted" if plan.is_verified else "estimated"
         needs = (
@@ -194,10 +195,10 @@ class BudgetSetting(Setting):
         details = [
             f"planned for {format_bytes(made.budget_bytes)}: {plan.short}",
             needs,
-            *filter(None, [self._note]),
+            self._note,
             *(f"`{name}` is advised against: {why}" for name, why in plan.not_advised.items()),
         ]
-        self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
+        self.show("on", *details, exactness=plan.exactness)
 
 
 def _state(made: "MemoryPlan", plan: "Plan", ladder: "Sequence[Plan]") -> dict[str, Any]:

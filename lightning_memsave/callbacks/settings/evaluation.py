@@ -14,10 +14,8 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     read_micro_batching,
     warn_of_retry,
 )
-from lightning_memsave.callbacks.settings.setting import Setting, off_rows
-from lightning_memsave.callbacks.settings.values import Arguments
+from lightning_memsave.callbacks.settings.setting import Arguments, Setting, why_beyond
 from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
-from lightning_memsave.core.technique import Row
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import (
     ConfigurationError,
@@ -121,9 +119,9 @@ def _agree(whole: Any, merged: Any) -> bool:
 
 
 _FIX = (
-    "Log metrics of torchmetrics instead of their values; pass `loss_weight=`, a function of a "
-    "micro-batch that gives what the mean is over; or use a smaller batch in that DataLoader and "
-    "`MicroBatching(..., evaluation=False)`."
+    "Log metrics of torchmetrics instead of their values; pass `MicroBatching(loss_weight=...)`, a "
+    "function of a micro-batch that gives what the mean is over; or use a smaller batch in that "
+    "DataLoader and `MicroBatching(..., evaluation=False)`."
 )
 _ADVICE = "Use shorter samples or a smaller model, or return less from the step, such as no logits."
 
@@ -138,25 +136,23 @@ class EvaluationSetting(Setting):
     name = "evaluation"
     is_for_evaluation = True
 
-    def __init__(self, technique: MicroBatching | None, off_reason: str = "") -> None:
-        super().__init__()
-        self.technique, self.off_reason = technique, off_reason
-        self.is_asked = technique is not None and technique.evaluation is True
-        self.value = "None" if technique is None else repr(technique.micro_batch_size)
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        technique = read_micro_batching(arguments)
+        if technique is not None:
+            self.off_reason = why_beyond(arguments, technique.argument, technique.exactness)
+            if technique.evaluation is False:
+                self.off_reason = "`evaluation=False` was given"
+        self.technique: MicroBatching | None = None if self.off_reason else technique
+        self.is_asked = self.technique is not None and self.technique.evaluation is True
+        size = None if self.technique is None else self.technique.micro_batch_size
+        self.value = repr(size)
         self._whole: dict[tuple[Any, ...], str] = {}
         """Why batches of a step and DataLoader stay whole."""
         self._runner: MicroBatchRunner | None = None
         # Of each step and DataLoader whose batches have been split.
         self._proofs: dict[tuple[Any, ...], Proof] = {}
         self._probes: dict[tuple[Any, ...], tuple[BatchProbe, KnownChanges]] = {}
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> "EvaluationSetting":
-        """Make the setting that the arguments describe."""
-        technique, why = read_micro_batching(arguments)
-        if technique is not None and technique.evaluation is False:
-            why = "`evaluation=False` was given"
-        return cls(None if why else technique, why)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer and the module."""
@@ -178,8 +174,8 @@ class EvaluationSetting(Setting):
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Run batches in micro-batches."""
-        self.rows = off_rows(self)
         if self.technique is None:
+            self.show_off()
             return
         self._runner, self._proofs, self._whole = self.technique.make_runner(), {}, {}
         self._runner.advice = _ADVICE
@@ -190,7 +186,7 @@ class EvaluationSetting(Setting):
         how, exactness = "outputs are put together", "rounding"
         if runner.failure:
             how = f"a batch that runs out of memory is not repeated: {runner.failure}"
-            self.rows = [Row(self.name, self.value, "off", (how,))]
+            self.show("off", how)
             return
         if runner.is_auto and runner.size is None:
             how = "whole batches; halved when memory runs out, if samples prove that this is exact"
@@ -198,7 +194,7 @@ class EvaluationSetting(Setting):
         elif runner.is_auto:
             how = f"in micro-batches of {runner.size} samples, as memory ran out with more"
         whole = [f"`{which[0]}` passes whole: {why}" for which, why in self._whole.items()]
-        self.rows = [Row(self.name, self.value, "on", (how, *dict.fromkeys(whole)), exactness)]
+        self.show("on", how, *dict.fromkeys(whole), exactness=exactness)
 
     def undo(self) -> None:
         """Restore the steps; a second call does nothing."""

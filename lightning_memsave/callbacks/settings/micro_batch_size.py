@@ -1,6 +1,7 @@
 """Training batches in micro-batches, in a Trainer."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,18 +24,21 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     warn_of_batch_norm,
     warn_of_retry,
 )
-from lightning_memsave.callbacks.settings.modules import ModuleSetting
-from lightning_memsave.callbacks.settings.setting import Setting, off_rows
-from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, is_asked
+from lightning_memsave.callbacks.settings.setting import (
+    Arguments,
+    ModuleSetting,
+    Setting,
+    exactness_limit,
+)
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
-from lightning_memsave.core.technique import Exactness, Row
 from lightning_memsave.errors import (
     IncompatibleError,
     MemoryExhaustedError,
     Problem,
 )
 from lightning_memsave.measure.peak import PeakMemory
+from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
@@ -67,29 +71,26 @@ from lightning_memsave.trainer.training_loop import pass_batches, phase_of, will
 class MicroBatchSetting(Setting):
     """Training batches pass in micro-batches."""
 
-    name = "micro_batch_size"
+    name = MicroBatching.argument
+    kind = MicroBatching
+    shown = "micro_batch_size"
+    technique: MicroBatching | None
 
-    def __init__(
-        self,
-        technique: MicroBatching | None,
-        value: str,
-        is_asked: bool = True,
-        off_reason: str = "",
-        limit: Exactness = Exactness.APPROXIMATE,
-    ) -> None:
-        super().__init__()
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        self.limit = exactness_limit(arguments)
+        # Of blocks another setting has the row.
+        self.is_asked &= not (self.technique is None and arguments[self.name] is not None)
+        self.is_in_budget = arguments["budget"] is not None
+        self.is_kept_whole = bool(self.off_reason) and self.is_in_budget
+        """Batches are repeated when memory runs out, but not split."""
+        if self.is_kept_whole:  # with another plan, which needs no smaller ones
+            self.off_reason, self.technique = "", self.read()
+            self.value = repr("auto")
         self.weights: ModuleSetting | None = None
         """If it is on, gradients of half-precision parameters are summed in float32."""
-        self.is_asked = is_asked
-        self.off_reason = off_reason
-        self.limit = limit
-        self.technique = technique
-        self.value = value
         self.size: int | None = None
         """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
-        self.is_in_budget = False
-        self.is_kept_whole = False
-        """Batches are repeated when memory runs out, but not split."""
         self.is_planned = False
         """The size was planned, and memory did not run out."""
         self.relieve: Callable[[int], bool] | None = None
@@ -108,24 +109,9 @@ class MicroBatchSetting(Setting):
         """What is known of the loss since the first batch."""
         self._tie = ""
 
-    @classmethod
-    def read(cls, arguments: Arguments) -> "MicroBatchSetting":
-        """Make the setting that the arguments describe."""
-        technique, why = read_micro_batching(arguments)
-        is_in_budget = arguments["budget"] is not None
-        is_kept_whole = bool(why) and is_in_budget
-        if is_kept_whole:  # batches are repeated with another plan, which needs no smaller ones
-            why = ""
-        value = "None" if technique is None or why else repr(technique.micro_batch_size)
-        setting = cls(
-            None if why else technique,
-            value,
-            not why and is_asked(arguments, "micro_batch_size"),
-            off_reason=why,
-            limit=exactness_limit(arguments),
-        )
-        setting.is_kept_whole, setting.is_in_budget = is_kept_whole, is_in_budget
-        return setting
+    def read(self) -> Any:
+        """Read the size of micro-batches of batches, not of blocks."""
+        return read_micro_batching(self.arguments)
 
     @property
     def is_passing(self) -> bool:
@@ -139,7 +125,12 @@ class MicroBatchSetting(Setting):
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what conflicts with it."""
-        return [] if self.technique is None else self._problems(trainer, pl_module)
+        if self.technique is None:
+            return []
+        conflicts = find_conflicts(
+            trainer, pl_module, self.technique, allows_half_precision=self._allows_half_precision
+        )
+        return conflicts + batch_norm_problems(pl_module, self.written, self.limit)
 
     def forget_relief(self) -> None:
         """Split batches that run out of memory, as without a plan."""
@@ -166,7 +157,7 @@ class MicroBatchSetting(Setting):
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Run batches in micro-batches, or show why not."""
         if self.technique is None:
-            self.rows = off_rows(self)
+            self.show_off()
             return
         self._undo.append(
             pass_batches(
@@ -190,7 +181,7 @@ class MicroBatchSetting(Setting):
         self._probe = BatchProbe()
         self.runner = self._make_runner(trainer, pl_module)
         problems = [] if self._allows_half_precision else self.technique.check_module(pl_module)
-        problems += batch_norm_problems(pl_module, self.value, self.limit)
+        problems += batch_norm_problems(pl_module, self.written, self.limit)
         if problems and self.is_asked:
             raise IncompatibleError(self.name, problems)
         if problems:
@@ -218,13 +209,6 @@ class MicroBatchSetting(Setting):
     def _forget_runner(self) -> None:
         # A callback that is not used can be pickled.
         self.runner, self.proof, self._known, self._meets = None, Proof(), None, None
-
-    def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        assert self.technique is not None, "called with a technique only"
-        conflicts = find_conflicts(
-            trainer, pl_module, self.technique, allows_half_precision=self._allows_half_precision
-        )
-        return conflicts + batch_norm_problems(pl_module, self.value, self.limit)
 
     def prove_once(self, trainer: Any, pl_module: Any, parts: BatchParts) -> MicroBatchRunner:
         """Prove how losses are weighted, unless that is known or will not matter."""
@@ -348,9 +332,7 @@ class MicroBatchSetting(Setting):
             return
         proof = self.prove(trainer, pl_module, parts, None)
         if proof.reason and not self.is_auto:
-            raise IncompatibleError(
-                self.name, [refusal_of(f"micro_batch_size={self.value}", proof)]
-            )
+            raise IncompatibleError(self.name, [refusal_of(self.written, proof)])
         if proof.reason and self.stay_whole is not None:
             self.proof = proof
             self.stay_whole(proof.reason)
@@ -359,8 +341,7 @@ class MicroBatchSetting(Setting):
             self._show(trainer, pl_module)
         elif proof.reason:
             self.proof = proof
-            details = (proof.reason, proof.fix.partition(", or set ")[0])
-            self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
+            self.show("off", proof.reason, proof.fix.partition(", or set ")[0])
         elif proof.weightings:
             self.proof = proof
             runner.weightings, runner.whole = proof.weightings, proof.whole
@@ -381,7 +362,7 @@ class MicroBatchSetting(Setting):
             return True
         proof = self.settle(trainer, pl_module, parts)
         if proof.reason:
-            problem = refusal_of(f"micro_batch_size={self.value}", proof)
+            problem = refusal_of(self.written, proof)
             if self.is_auto:
                 raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
             raise IncompatibleError(self.name, [problem])
@@ -444,7 +425,7 @@ class MicroBatchSetting(Setting):
                 self.name,
                 [
                     Problem(
-                        f"`micro_batch_size={self.value}`",
+                        self.written,
                         f"{self._meets}, and batches of different lengths came, of which some have "
                         "more parts than others",
                         "Use `drop_last=True` in the DataLoader.",
@@ -455,12 +436,11 @@ class MicroBatchSetting(Setting):
     def _show(self, trainer: Any, pl_module: Any) -> None:
         if self.is_auto and self.runner is not None and self.runner.failure:
             why = f"a batch that runs out of memory is not repeated: {self.runner.failure}"
-            self.rows = [Row(self.name, self.value, "off", (why,))]
+            self.show("off", why)
             return
         if self.is_kept_whole:
-            details = ["whole batches; repeated with a smaller plan when memory runs out"]
-            details += [self.proof.reason] if self.proof.reason else []
-            self.rows = [Row(self.name, self.value, "on", tuple(details), "bitwise")]
+            how = "whole batches; repeated with a smaller plan when memory runs out"
+            self.show("on", how, self.proof.reason, exactness="bitwise")
             return
         details = ["batches pass in micro-batches of this size"]
         if self.is_auto:
@@ -476,12 +456,29 @@ class MicroBatchSetting(Setting):
             if self.proof.weightings
             else "how their losses are weighted is proven before the first batch is split"
         )
-        if self._tie:
-            details.append(self._tie)
+        details.append(self._tie)
         if self.is_auto and trainer.world_size > 1:
             details.append("gradients are shared after backward in the first two steps")
         # More than two processes can sum in an order that is not DDP's.
         is_bitwise = self.is_auto and self.size is None and trainer.world_size <= 2
         in_parts = "approximate" if has_batch_norm(pl_module) else "rounding"
-        exactness = "bitwise" if is_bitwise else in_parts
-        self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+        self.show("on", *details, exactness="bitwise" if is_bitwise else in_parts)
+
+
+class BlockMicroBatchSetting(ModuleSetting):
+    """Samples pass a block in micro-batches."""
+
+    name = BlockMicroBatching.argument
+    kind = BlockMicroBatching
+    is_for_evaluation = True
+
+    def read(self) -> Any:
+        """Read micro-batches of blocks, with the blocks that the user named."""
+        technique = BlockMicroBatching.from_value(self.arguments[self.name])
+        if technique is not None and technique.blocks is None:
+            technique = dataclasses.replace(technique, blocks=self.arguments["blocks"])
+        return technique
+
+    def show_off(self) -> None:
+        """Leave the row to the setting of batches."""
+        self.rows = []

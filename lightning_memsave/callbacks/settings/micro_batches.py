@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memsave.callbacks.settings.setting import warn
-from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
+from lightning_memsave.callbacks.settings.setting import Arguments, warn
 from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import ExactnessWarning, MemsaveWarning, Problem
+from lightning_memsave.errors import (
+    ConfigurationError,
+    ExactnessWarning,
+    MemsaveWarning,
+    Problem,
+)
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, PassPart
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
@@ -31,16 +36,13 @@ from lightning_memsave.trainer.distributed import (
 PROBED_STEPS = 2
 
 
-def read_micro_batching(arguments: Arguments) -> tuple[MicroBatching | None, str]:
-    """Read the size, and why the limit switches it off."""
-    wanted = arguments["micro_batch_size"]
-    if wanted is None:
-        return None, ""
-    technique = wanted
-    if not isinstance(wanted, MicroBatching):
-        refuse_technique("micro_batch_size", wanted, MicroBatching)
-        technique = MicroBatching(wanted)
-    return technique, why_beyond(arguments, "micro_batch_size", technique.exactness)
+def read_micro_batching(arguments: Arguments) -> MicroBatching | None:
+    """Read micro-batches of batches; ``None`` for those of blocks."""
+    wanted = arguments[MicroBatching.argument]
+    if isinstance(wanted, BlockMicroBatching):
+        fix = f'`micro_batch_size=MicroBatching({wanted.size}, of="blocks")`'
+        raise ConfigurationError(f"`{wanted!r}` is for a loop of your own. Write {fix}.")
+    return None if BlockMicroBatching.from_value(wanted) else MicroBatching.from_value(wanted)
 
 
 def find_conflicts(
@@ -48,65 +50,46 @@ def find_conflicts(
 ) -> list[Problem]:
     """Find every reason why the batches of a Trainer cannot be split into micro-batches."""
     what = f"`micro_batch_size={technique.micro_batch_size!r}`"
-    is_auto = technique.micro_batch_size == "auto"
     problems = [] if allows_half_precision else technique.check_module(pl_module)
+    is_auto = technique.micro_batch_size == "auto"
+    reasons = _reasons_against(trainer, pl_module, is_auto=is_auto)
+    return problems + [Problem(what, why, fix) for why, fix in reasons]
+
+
+def _reasons_against(trainer: Any, pl_module: Any, *, is_auto: bool) -> Iterator[tuple[str, str]]:
     if not pl_module.automatic_optimization:
-        problems.append(
-            Problem(
-                what,
-                f"`{type(pl_module).__name__}.automatic_optimization=False`: the module runs "
-                "its own backward passes",
-                "Set `micro_batch_size=None` and split the batch in `training_step`.",
-            )
-        )
+        name = f"`{type(pl_module).__name__}.automatic_optimization=False`"
+        fix = "Set `micro_batch_size=None` and split the batch in `training_step`."
+        yield f"{name}: the module runs its own backward passes", fix
     if trainer.strategy.handles_gradient_accumulation:
-        problems.append(
-            Problem(
-                what,
-                f"`{type(trainer.strategy).__name__}` counts backward passes itself",
-                "Set `micro_batch_size=None`, and use a smaller batch and "
-                "`accumulate_grad_batches`.",
+        why = f"`{type(trainer.strategy).__name__}` counts backward passes itself"
+        yield (
+            why,
+            "Set `micro_batch_size=None`, and use a smaller batch and `accumulate_grad_batches`.",
+        )
+        return
+    if not is_auto:
+        if trainer.world_size > 1 and has_static_graph(trainer):
+            why = (
+                f"`{type(trainer.strategy).__name__}(static_graph=True)` must share gradients in "
+                "every backward pass, also in those of the first micro-batches"
             )
-        )
-    else:
-        problems.extend((_of_repetition if is_auto else _of_parts)(trainer, pl_module, what))
-    return problems
-
-
-# Conflicts where one process repeats a batch while the others do not.
-def _of_repetition(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
-    meets = communicates_in_forward(trainer, pl_module)
-    own_way = has_custom_gradient_sync(trainer)
+            yield why, 'Remove `static_graph`, or use `micro_batch_size=MicroBatching("auto")`.'
+        return
+    # Where one process repeats a batch while the others do not.
     fix = "Use a fixed size such as `micro_batch_size=4`."
-    if meets:
-        yield Problem(what, f"{meets}, so none of them can repeat a batch alone", fix)
-    elif own_way:
-        why = f"{own_way}, which cannot wait until all processes had enough memory"
-        yield Problem(what, why, fix)
-    if _has_batch_size_finder(trainer):
-        yield Problem(
-            what,
-            "`BatchSizeFinder` looks for the size at which memory runs out",
-            "Remove that callback: batches shrink by themselves.",
-        )
+    if meets := communicates_in_forward(trainer, pl_module):
+        yield f"{meets}, so none of them can repeat a batch alone", fix
+    elif own_way := has_custom_gradient_sync(trainer):
+        yield f"{own_way}, which cannot wait until all processes had enough memory", fix
+    if is_among(trainer, "BatchSizeFinder"):
+        why = "`BatchSizeFinder` looks for the size at which memory runs out"
+        yield why, "Remove that callback: batches shrink by themselves."
 
 
-def _of_parts(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
-    if trainer.world_size > 1 and has_static_graph(trainer):
-        yield Problem(
-            what,
-            f"`{type(trainer.strategy).__name__}(static_graph=True)` must share gradients in every "
-            "backward pass, also in those of the first micro-batches",
-            'Remove `static_graph`, or use `micro_batch_size="auto"`.',
-        )
-
-
-def _has_batch_size_finder(trainer: Any) -> bool:
-    return any(
-        base.__name__ == "BatchSizeFinder"
-        for callback in trainer.callbacks
-        for base in type(callback).__mro__
-    )
+def is_among(trainer: Any, name: str) -> bool:
+    """Say whether a Trainer has a callback of a class of this name."""
+    return any(b.__name__ == name for c in trainer.callbacks for b in type(c).__mro__)
 
 
 def warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
@@ -140,7 +123,7 @@ def refusal_of(what: str, proof: Proof) -> Problem:
         "loss is divided by; set `micro_batch_size=None`; or use smaller batches and "
         "`accumulate_grad_batches`."
     )
-    return Problem(f"`{what}`", proof.reason, proof.fix or fix)
+    return Problem(what, proof.reason, proof.fix or fix)
 
 
 Advice = Callable[[], str] | None
@@ -272,13 +255,13 @@ def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
 
-def batch_norm_problems(pl_module: nn.Module, value: str, limit: Exactness) -> list[Problem]:
+def batch_norm_problems(pl_module: nn.Module, what: str, limit: Exactness) -> list[Problem]:
     """Say that batch normalisation moves results further than they may."""
     if limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
         return []
     return [
         Problem(
-            f"`micro_batch_size={value}`",
+            what,
             "batch normalisation computes its statistics from each micro-batch alone, which is "
             f"approximate, and `exactness={limit.value!r}` does not allow that",
             'Use `exactness="approximate"`, a normalisation without batch statistics, such as '

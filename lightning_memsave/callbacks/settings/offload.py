@@ -1,19 +1,13 @@
-"""Offloading to the host, as a setting."""
+"""`offload` and `host_budget` of `MemSaveCallback`."""
 
 import dataclasses
 from typing import Any
 
 from torch import nn
 
-from lightning_memsave.callbacks.settings.modules import ModuleSetting
-from lightning_memsave.callbacks.settings.values import (
-    Arguments,
-    as_given,
-    exactness_limit,
-    is_asked,
-)
+from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_host
-from lightning_memsave.core.technique import Exactness, Handle, Row, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
@@ -24,11 +18,10 @@ from lightning_memsave.techniques.offloading.host_budget import (
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
     OffloadingHandle,
-    compiled_problem,
     trains_offloaded,
 )
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
-from lightning_memsave.trainer.trainer import averages_weights, is_compiled_whole
+from lightning_memsave.trainer.trainer import averages_weights
 
 # They run between a step and the next forward pass, where they may read or change weights.
 _BETWEEN_STEPS = (
@@ -45,64 +38,48 @@ class OffloadSetting(ModuleSetting):
     """What waits on the host, and when it must be up to date."""
 
     name = Offloading.argument
+    kind = Offloading
+    shown = "what"
     technique: Offloading | None
     _handle: OffloadingHandle | None
     _why_no_tables = ""
     why_form = ""
     """Why what is on the host is in another form than the fastest."""
-    _limit = Exactness.APPROXIMATE
 
-    @classmethod
-    def read(cls, arguments: Arguments) -> "OffloadSetting":
-        """Make the setting that the arguments describe."""
-        name, own = Offloading.argument, is_asked(arguments, Offloading.argument)
-        technique, budget = Offloading.from_value(arguments[name]), arguments["host_budget"]
-        if budget is not None:
-            if technique is None or isinstance(arguments[name], Offloading):
-                raise ConfigurationError(
-                    f"`host_budget={budget!r}` is not used with {as_given(arguments, name)}. Use "
-                    f'`{name}="optimizer"`, or pass it to `Offloading`.'
-                )
-            technique = dataclasses.replace(technique, host_budget=budget)
+    def read(self) -> Any:
+        """Read what is offloaded, with what belongs to it."""
+        arguments, given = self.arguments, self.arguments[self.name]
+        technique, budget = Offloading.from_value(given), arguments["host_budget"]
+        is_own = technique is None or isinstance(given, Offloading)
+        if is_own and budget is not None:
+            raise ConfigurationError(
+                f"`host_budget={budget!r}` is not used with {as_given(arguments, self.name)}. Use "
+                f'`{self.name}="optimizer"`, or pass it to `Offloading`.'
+            )
         if technique is None:
-            return cls(name, None, "None", own)
+            return None
         if technique.blocks is None:
             technique = dataclasses.replace(technique, blocks=arguments["blocks"])
-        if not isinstance(arguments[name], Offloading):
-            in_backward = bool(arguments["optimizer_in_backward"])
-            is_half = arguments["low_precision_weights"] is not None
-            technique = dataclasses.replace(
-                technique,
-                bytes_per_parameter=host_bytes_per_parameter(arguments),
-                bytes_per_gradient=(2 if is_half else 4) * in_backward,
-            )
-        setting = cls(name, technique, repr(technique.what), own)
-        setting._limit = exactness_limit(arguments)
-        return setting
+        if is_own:
+            return technique
+        is_half = arguments["low_precision_weights"] is not None
+        return dataclasses.replace(
+            technique,
+            host_budget=budget,
+            bytes_per_parameter=host_bytes_per_parameter(arguments),
+            bytes_per_gradient=(2 if is_half else 4) * bool(arguments["optimizer_in_backward"]),
+        )
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer and the module."""
-        if self.technique is None:
-            return []
-        problems = super().check(trainer, pl_module)
-        if not self._limit.allows(self._exactness_on(trainer, self.technique)):
-            why = "a CPU rounds updates in another way than a GPU: it is rounding, which"
-            limit = f"`exactness={self._limit.value!r}` does not allow"
-            fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
-            problems.append(Problem(self.written, f"{why} {limit}", fix))
-        if is_compiled_whole(pl_module):
-            problems.append(compiled_problem(type(pl_module).__name__))
-        precision = str(trainer.precision)
-        if precision.endswith("-true") and precision != "32-true":
-            problems.append(
-                Problem(
-                    self.written,
-                    f"`precision={precision!r}` converts the weights, which wait on the host in "
-                    "their own type",
-                    'Use `precision="bf16-mixed"` with `low_precision_weights="master"`, or set '
-                    f"`{self.name}=None`.",
-                )
+        """Find conflicts with the Trainer, the module and the limit."""
+        problems, limit = super().check(trainer, pl_module), exactness_limit(self.arguments)
+        if self.technique is not None and not limit.allows(self._exactness_on(trainer)):
+            why = (
+                "a CPU rounds updates in another way than a GPU: it is rounding, which "
+                f"`exactness={limit.value!r}` does not allow"
             )
+            fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
+            problems.append(Problem(self.written, why, fix))
         return problems
 
     def host_bytes(self, pl_module: Any) -> tuple[int, float]:
@@ -110,19 +87,19 @@ class OffloadSetting(ModuleSetting):
         assert self.technique is not None, "asked where it is on"
         return self.technique.host_bytes(pl_module)
 
-    # A preset offloads the rest where a model computes with a whole table.
-    def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
+    def use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
+        """Apply it, without embeddings where they stand in the way and were not asked for."""
         assert isinstance(technique, Offloading), "`read` has made it"
         self._why_no_tables = ""
         without = _without_tables(technique)
         try:
-            return super()._use(technique, pl_module)
+            return super().use(technique, pl_module)
         except IncompatibleError as error:
             if self.is_asked or without is None or without == technique:
                 raise
             problem = error.problems[0]
             self._why_no_tables = f"{problem.what}: {problem.why}"
-        return super()._use(without, pl_module)
+        return super().use(without, pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizers update on the host, beside the next step where nobody looks."""
@@ -158,13 +135,12 @@ class OffloadSetting(ModuleSetting):
             if watchers
             else "updates run beside the next step"
         )
-        exactness = self._exactness_on(trainer, self.technique).value
-        self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+        self.show("on", *details, exactness=self._exactness_on(trainer).value)
 
-    @staticmethod
-    def _exactness_on(trainer: Any, technique: Offloading) -> Exactness:
-        is_moved = technique.has_weights and trainer.strategy.root_device.type == "cuda"
-        return Exactness.ROUNDING if is_moved else technique.exactness
+    def _exactness_on(self, trainer: Any) -> Exactness:
+        is_moved = trainer.strategy.root_device.type == "cuda"
+        has_weights = self.technique is not None and self.technique.has_weights
+        return Exactness.ROUNDING if is_moved and has_weights else Offloading.exactness
 
     def held_bytes(self, trainer: Any) -> int:
         """Count bytes in host memory, optimizer state with it; 0 without offloading."""

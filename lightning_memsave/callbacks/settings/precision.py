@@ -1,18 +1,19 @@
 """`precision` of `MemSaveCallback`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_memsave.callbacks.settings.setting import Setting, off_rows
-from lightning_memsave.callbacks.settings.values import (
+from lightning_memsave.callbacks.settings.setting import (
     Arguments,
+    Setting,
     as_given,
     is_asked,
     why_beyond,
 )
-from lightning_memsave.core.technique import Exactness, Row
+from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import Problem
 from lightning_memsave.trainer.precision import (
     BF16_CAPABILITY,
@@ -41,52 +42,34 @@ class PrecisionSetting(Setting):
     name = "precision"
     is_for_evaluation = True
 
-    def __init__(
-        self,
-        precision: str | None,
-        written: str = "",
-        required_by_bf16_weights: bool = False,
-        is_asked: bool = True,
-        off_reason: str = "",
-    ) -> None:
-        super().__init__()
-        self.precision = precision
-        self.value = repr(precision)
-        self.is_asked = is_asked
-        self.off_reason = off_reason
-        self.written = written
-        self.required_by_bf16_weights = required_by_bf16_weights
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> "PrecisionSetting":
-        """Make the setting that the arguments describe."""
-        wanted, own = arguments["precision"], is_asked(arguments, "precision")
-        if wanted is None:
-            return cls(None, is_asked=own)
-        has_weights = arguments["low_precision_weights"] is not None
-        if wanted == "auto" and has_weights:
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        weights = "low_precision_weights"
+        self.is_of_weights = arguments[weights] is not None
+        wanted = arguments[self.name]
+        if wanted == "auto" and self.is_of_weights:
             wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
-        if wanted != "auto":
+        if wanted not in (None, "auto"):
             wanted = full_name(wanted)
         # "32-true" is what Lightning does by itself; it cannot be told from no choice.
         exactness = Exactness.BITWISE if wanted == "32-true" else Exactness.APPROXIMATE
-        if why := why_beyond(arguments, "precision", exactness):
-            return cls(None, is_asked=False, off_reason=why)
-        return cls(
-            wanted,
-            written=as_given({**arguments, "precision": wanted}, "precision"),
-            required_by_bf16_weights=has_weights,
-            is_asked=own or (has_weights and is_asked(arguments, "low_precision_weights")),
-        )
+        if wanted is not None:
+            self.off_reason = why_beyond(arguments, self.name, exactness)
+            self.is_asked |= self.is_of_weights and is_asked(arguments, weights)
+        self.precision = None if self.off_reason else wanted
+        self.value = repr(self.precision)
+
+    @property
+    def written(self) -> str:
+        """The argument, with the preset that it comes from."""
+        return as_given({**self.arguments, self.name: self.precision}, self.name)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
         wanted = self.precision
         if wanted is None or wanted == "auto":
             return []
-        problems = find_conflicts(
-            trainer, pl_module, wanted, self.written, self.required_by_bf16_weights
-        )
+        problems = find_conflicts(trainer, pl_module, wanted, self.written, self.is_of_weights)
         if not self.is_asked and wanted != str(trainer.precision) and _emulates(trainer, wanted):
             overflow = overflows_in_float16(pl_module)
             why = f"{EMULATED}; {overflow or _WAY_OUT}"
@@ -100,19 +83,20 @@ class PrecisionSetting(Setting):
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Set the precision, or show why it stays."""
         current = precision_state(trainer).current
-        wanted, reason = self.precision, ""
+        wanted, reason, self.value = self.precision, "", repr(self.precision)
         if self.precision is None:
-            self.rows = off_rows(self)
+            self.show_off()
             return
         if self.precision == "auto":
             wanted, reason = _choose(trainer, pl_module)
         if wanted is None:
-            self.rows = [Row(self.name, current, "unchanged", (reason,))]
+            self.value = current
+            self.show("unchanged", reason)
             return
         if wanted != current:
             self._undo.append(set_precision(trainer, wanted))
         got = precision_state(trainer).current
-        details = [reason] if reason else []
+        details = [reason]
         if _emulates(trainer, wanted):
             details.append(EMULATED)
         if got in ("16-mixed", "16-true") and (overflow := overflows_in_float16(pl_module)):
@@ -120,7 +104,8 @@ class PrecisionSetting(Setting):
         if got != wanted:
             details.append(f"Lightning replaced {wanted} on this device")
         exactness = "" if got in ("32-true", "64-true") else "approximate"
-        self.rows = [Row(self.name, got, "on", tuple(details), exactness)]
+        self.value = got
+        self.show("on", *details, exactness=exactness)
 
 
 def find_conflicts(
@@ -128,53 +113,52 @@ def find_conflicts(
     pl_module: nn.Module,
     wanted: str,
     written: str = "",
-    required_by_bf16_weights: bool = False,
+    is_of_weights: bool = False,
 ) -> list[Problem]:
     """Find every reason why a Trainer cannot be given a precision."""
-    state = precision_state(trainer)
     what = written or f"`precision={wanted!r}`"
+    reasons = _reasons_against(trainer, wanted, is_of_weights)
+    problems = [Problem(what, why, fix) for why, fix in reasons]
+    return problems + _half_parameters(pl_module, wanted, what, is_of_weights)
+
+
+def _reasons_against(trainer: Any, wanted: str, is_of_weights: bool) -> Iterator[tuple[str, str]]:
+    state = precision_state(trainer)
     # What the Trainer computes in is as good as ours, if it is the same.
-    must_go_too = required_by_bf16_weights and state.current != wanted
+    must_go_too = is_of_weights and state.current != wanted
     both = "`precision=None` and `low_precision_weights=None`"
     leave = f"or set {both if must_go_too else '`precision=None`'} here to leave it to the Trainer."
-    problems = []
     if state.plugin is not None:
         why = f"the Trainer was given the plugin `{state.plugin}`, which decides the precision"
-        problems.append(Problem(what, why, f"Remove that plugin, {leave}"))
+        yield why, f"Remove that plugin, {leave}"
     elif state.current not in ("32-true", wanted) and not state.is_ours:
         why = f"the Trainer was given `precision={state.current!r}`"
-        problems.append(Problem(what, why, f"Remove one of the two, {leave}"))
+        yield why, f"Remove one of the two, {leave}"
     if state.has_own_mixed_precision:
         why = "`FSDPStrategy(mixed_precision=...)` wins over it, so that it would hold in part"
-        problems.append(Problem(what, why, f"Remove `mixed_precision` from the strategy, {leave}"))
+        yield why, f"Remove `mixed_precision` from the strategy, {leave}"
     if is_strategy(trainer, "ModelParallelStrategy") and wanted == "16-mixed":
         why = "`ModelParallelStrategy` has no gradient scaler for it"
-        problems.append(Problem(what, why, 'Use `precision="bf16-mixed"`.'))
+        yield why, 'Use `precision="bf16-mixed"`.'
     if is_strategy(trainer, "ModelParallelStrategy") and wanted == "64-true":
-        why = "`ModelParallelStrategy` does not support it"
-        problems.append(Problem(what, why, 'Use `precision="32-true"`.'))
+        yield "`ModelParallelStrategy` does not support it", 'Use `precision="32-true"`.'
     if state.is_frozen and wanted != state.current:
         why = f"DeepSpeed was started with {state.current} and keeps it"
-        problems.append(Problem(what, why, "Make a new Trainer with a new strategy."))
-    if is_strategy(trainer, "XLAStrategy", "SingleDeviceXLAStrategy") and wanted not in (
-        "32-true",
-        "16-true",
-        "bf16-true",
-    ):
-        why = "XLA devices run in one precision"
-        problems.append(Problem(what, why, 'Use `precision="bf16-true"` or "32-true".'))
-    return problems + _half_parameters(pl_module, wanted, what, required_by_bf16_weights)
+        yield why, "Make a new Trainer with a new strategy."
+    on_xla = is_strategy(trainer, "XLAStrategy", "SingleDeviceXLAStrategy")
+    if on_xla and wanted not in ("32-true", "16-true", "bf16-true"):
+        yield "XLA devices run in one precision", 'Use `precision="bf16-true"` or "32-true".'
 
 
 # Under these precisions Lightning leaves parameters as they are, so ones that are half already
 # stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
 def _half_parameters(
-    module: nn.Module, wanted: str, what: str, required_by_bf16_weights: bool
+    module: nn.Module, wanted: str, what: str, is_of_weights: bool
 ) -> list[Problem]:
     if wanted not in ("32-true", "16-mixed", "bf16-mixed"):
         return []
     half = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
-    use = "set `low_precision_weights=None` and" if required_by_bf16_weights else "use"
+    use = "set `low_precision_weights=None` and" if is_of_weights else "use"
     return [
         Problem(
             what,

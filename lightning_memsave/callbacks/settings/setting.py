@@ -1,16 +1,31 @@
-"""The protocol of a setting: read, check, apply, start, yield, undo."""
+"""The protocol of a setting (read, check, apply, start, yield, undo), and the kinds of them."""
 
 import contextlib
+import dataclasses
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from lightning_memsave.core.technique import Handle, Row, undo_all
-from lightning_memsave.errors import IncompatibleError, Problem
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_memsave.core.technique import Exactness, Handle, Row, Technique, undo_all
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    NoEffectWarning,
+    Problem,
+)
+from lightning_memsave.trainer.configure_optimizers import enable
+from lightning_memsave.trainer.facts import facts_of
 from lightning_memsave.trainer.failures import describe
+from lightning_memsave.trainer.trainer import builds_model_late
 from lightning_memsave.units import format_bytes
 
+Arguments = Mapping[str, Any]
+"""All arguments of ``MemSaveCallback`` by name."""
 UNCHANGED = "`None` was given"
 SMALLEST_SAVING_BYTES = 20 * 2**20
 """In the preset "classic" state stays in 32 bits if 8 bits save less: CUDA's allocator reserves
@@ -18,9 +33,51 @@ memory in segments of 20 MiB, so that less may not change whether a run fits. Sa
 for the least memory add up: none of them is left out."""
 
 
+def exactness_limit(arguments: Arguments) -> Exactness:
+    """Read how far results may move."""
+    try:
+        return Exactness(arguments["exactness"])
+    except ValueError as error:
+        raise ConfigurationError(
+            f"`exactness={arguments['exactness']!r}` is not a valid exactness. Use "
+            f"{' or '.join(repr(e.value) for e in Exactness)}."
+        ) from error
+
+
+def is_asked(arguments: Arguments, name: str) -> bool:
+    """Say whether the user wrote an argument by name, and not the preset."""
+    return name not in arguments["from_preset"] and arguments[name] != "auto"
+
+
+def why_beyond(arguments: Arguments, name: str, exactness: Exactness) -> str:
+    """Say why the limit switches off what is left to a preset."""
+    limit = exactness_limit(arguments)
+    if limit.allows(exactness):
+        return ""
+    if not is_asked(arguments, name):
+        return f"it is {exactness.value}, which `exactness={limit.value!r}` does not allow"
+    raise ConfigurationError(
+        f"{as_given(arguments, name)} is {exactness.value}, which "
+        f"`exactness={limit.value!r}` does not allow. Use `exactness={exactness.value!r}`, or "
+        f"`{name}=None`."
+    )
+
+
+def as_given(arguments: Arguments, name: str) -> str:
+    """Write an argument, with the preset that it comes from if the user has not given it."""
+    from_preset = arguments["preset"] is not None and name in arguments["from_preset"]
+    of_preset = f" of `preset={arguments['preset']!r}`" if from_preset else ""
+    return f"`{name}={arguments[name]!r}`{of_preset}"
+
+
 def saves(num_bytes: int, what: str) -> str:
     """Say what a setting that has yielded would save; nothing for nothing."""
     return f"it would save up to {format_bytes(num_bytes)} of {what}" if num_bytes else ""
+
+
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that have a size and get gradients."""
+    return [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
 
 
 def warn(trainer: Any, message: str, category: type[Warning]) -> None:
@@ -32,28 +89,77 @@ def warn(trainer: Any, message: str, category: type[Warning]) -> None:
 class Setting(ABC):
     """One thing that the callback sets in a Trainer or a module, and takes back."""
 
-    name: str
-    value: str
-    """What the user, or the preset, wrote for it."""
+    name: ClassVar[str]
+    """The argument, and the name of its row."""
+    kind: ClassVar[type[Technique[Any]] | None] = None
+    shown: ClassVar[str] = ""
+    """The setting of the technique that the table shows; the value of the argument without."""
     is_for_evaluation: ClassVar[bool] = False
     """It matters in validation, test and prediction too."""
-    is_asked = True
-    """The user wrote it by name: a conflict is an error. Otherwise it yields, with the reason."""
-    off_reason = ""
-    """Why it is off from the start: a limit of the user's, or a preset that is without it."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
+        self.is_asked = is_asked(arguments, self.name) if self.name in arguments else True
+        """The user wrote it by name: a conflict is an error. Otherwise it yields."""
+        self.off_reason = ""
+        """Why it is off from the start: a limit of the user's, or a preset that is without it."""
         self.rows: list[Row] = []
         self.has_yielded = False
         self._undo: list[Callable[[], None]] = []
+        self.technique = self.read()
+        if self.technique is not None:
+            self.off_reason = why_beyond(arguments, self.name, self.technique.exactness)
+        elif not self.is_asked:
+            self.off_reason = arguments["from_preset"].get(self.name, "")
+        self.technique = None if self.off_reason else self.technique
+        given = arguments.get(self.name) if self.technique is not None else None
+        self.value = repr(getattr(self.technique, self.shown, None) if self.shown else given)
+        """What the user, or the preset, wrote for it."""
+
+    def read(self) -> Any:
+        """Make the technique that the arguments describe; ``None`` where it is off."""
+        return self.kind and self.kind.from_value(self.arguments[self.name])
+
+    @property
+    def written(self) -> str:
+        """The argument as the user would write it, for messages."""
+        return f"`{self.name}={self.value}`"
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find every conflict with this Trainer and module; changes nothing."""
-        return []
+        if self.technique is None:
+            return []
+        found: list[Problem] = self.technique.conflicts(facts_of(trainer, pl_module), self.written)
+        return found
 
     @abstractmethod
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Make the changes, in ``setup`` of a fit, after every ``check`` was empty."""
+
+    def show(self, status: Any, *details: str, exactness: str = "") -> None:
+        """Put one row in the table."""
+        self.rows = [Row(self.name, self.value, status, tuple(filter(None, details)), exactness)]
+
+    def show_off(self) -> None:
+        """Write why it does nothing: a limit, or the user's ``None``; no row for a preset's."""
+        self.rows = []
+        if self.off_reason:
+            self.rows = [Row(self.name, "auto", "off", (self.off_reason,))]
+        elif self.is_asked:
+            self.rows = [Row(self.name, "None", "unchanged", (UNCHANGED,))]
+
+    def show_handle(self, handle: Handle[Any]) -> Row:
+        """Make the row of what a technique has changed."""
+        if not handle.changes:
+            return Row(self.name, self.value, "off", handle.skipped)
+        assert self.technique is not None, "it has a handle"
+        details, exactness = (handle.summary, *handle.skipped), self.technique.exactness.value
+        return Row(self.name, self.value, "on", details, exactness)
+
+    def add_details(self, *details: str) -> None:
+        """Add to every row."""
+        more = tuple(filter(None, details))
+        self.rows = [dataclasses.replace(row, details=row.details + more) for row in self.rows]
 
     def yield_to(self, problems: Sequence[Problem], trainer: Any, pl_module: Any) -> None:
         """Stay off, and show why and what it would have saved."""
@@ -61,8 +167,7 @@ class Setting(ABC):
         self.has_yielded = True
         own = f"`{self.name}="
         reasons = (p.why if p.what.startswith(own) else f"{p.what}: {p.why}" for p in problems)
-        details = [*dict.fromkeys(reasons), self.savings(pl_module)]
-        self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
+        self.show("off", *dict.fromkeys(reasons), self.savings(pl_module))
 
     def savings(self, pl_module: Any) -> str:
         """Say what it would have saved."""
@@ -76,18 +181,91 @@ class Setting(ABC):
         undo_all(self._undo)
 
 
-def off_rows(setting: Setting) -> list[Row]:
-    """Write why a setting does nothing: a limit, or the user's ``None``; none for a preset's."""
-    if setting.off_reason:
-        return [Row(setting.name, "auto", "off", (setting.off_reason,))]
-    return [Row(setting.name, "None", "unchanged", (UNCHANGED,))] if setting.is_asked else []
+class ModuleSetting(Setting):
+    """A technique that changes the module."""
+
+    _handle: Handle[nn.Module] | None = None
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the Trainer and with the module, as far as it is built."""
+        if self.technique is None:
+            return []
+        return [*self.technique.check(pl_module), *super().check(trainer, pl_module)]
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Change the module, unless it makes its layers later."""
+        self.rows = []  # those of an earlier Trainer
+        if self.technique is None:
+            self.show_off()
+        elif not builds_model_late(pl_module):
+            self.use(self.technique, pl_module)
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Change a module that made its layers after ``setup``."""
+        is_done = self._handle is not None and bool(self._handle.changes)
+        if self.technique is None or is_done:
+            return
+        if not self.is_asked and (problems := self.technique.check(pl_module)):
+            self.yield_to(problems, trainer, pl_module)
+            return
+        self.use(self.technique, pl_module)
+
+    def use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
+        """Apply a technique; refuse what was asked for and finds nothing to change."""
+        with warnings.catch_warnings():
+            # What is left to a preset has a line in the table; what is not is refused.
+            warnings.simplefilter("ignore", NoEffectWarning)
+            handle = self._handle = technique.apply(pl_module)
+        self._undo.append(handle.undo)
+        if not handle.changes and self.is_asked and not technique.is_served(pl_module):
+            self.refuse(handle.skipped)
+        self.rows = [self.show_handle(handle)]
+        return handle
+
+    def refuse(self, reasons: Sequence[str]) -> None:
+        """Refuse what finds nothing to change."""
+        assert self.technique is not None, "it was applied"
+        remedy = self.technique.remedy
+        fix = f"{remedy}, or set `{self.name}=None`." if remedy else f"Set `{self.name}=None`."
+        problem = Problem(self.written, "; ".join(reasons), fix)
+        raise IncompatibleError("MemSaveCallback", [problem])
+
+    def undo(self) -> None:
+        """Restore the module; a second call does nothing."""
+        self._handle = None
+        super().undo()
 
 
-def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
-    """Make the table row of a technique."""
-    if not handle.changes:
-        return Row(name, value, "off", handle.skipped)
-    return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)
+class OptimizerTechniqueSetting(Setting):
+    """A technique on what ``configure_optimizers`` gives."""
+
+    _state: Any = None
+
+    def enable(self, pl_module: Any, technique: Technique[Optimizer]) -> None:
+        """Let the module configure its optimizers with the technique."""
+        self.rows = []
+        self._state, undo = enable(pl_module, technique, not self.is_asked)
+        self._undo.append(undo)
+
+    @property
+    def handles(self) -> list[Handle[Optimizer]]:
+        """What became of each optimizer."""
+        return [] if self._state is None else self._state.handles
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Say what became of each optimizer."""
+        if self._state is None:
+            return
+        if self._state.problems:
+            self.yield_to(self._state.problems, trainer, pl_module)
+            return
+        self.show("off", "the module configures no optimizer")
+        self.rows = [self.show_handle(handle) for handle in self.handles] or self.rows
+
+    def undo(self) -> None:
+        """Restore everything, and let go of the optimizers; a second call does nothing."""
+        self._state = None
+        super().undo()
 
 
 SettingT = TypeVar("SettingT", bound=Setting)

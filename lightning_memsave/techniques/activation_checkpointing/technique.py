@@ -141,6 +141,8 @@ class ActivationCheckpointing(Technique[nn.Module]):
 
     name: ClassVar[str] = "activation_checkpointing"
     argument: ClassVar[str] = "activation_checkpointing"
+    examples: ClassVar[str] = ""
+    remedy: ClassVar[str] = "Use `blocks=` with the class of the blocks"
     offers: ClassVar[tuple[Offer, ...]] = (
         Offer("recompute selectively", "selective", "less than recomputing all blocks", 0.1),
         Offer("recompute half of the blocks", "50%", "about 1/6 more compute", 1 / 6),
@@ -178,6 +180,17 @@ class ActivationCheckpointing(Technique[nn.Module]):
                 f"Remove that setting from `{facts.strategy}`, or set `{self.argument}=None` here.",
             )
         ]
+
+    def is_served(self, target: nn.Module) -> bool:
+        """Return whether there are blocks, which checkpoint themselves already.
+
+        Args:
+            target: The model.
+
+        Returns:
+            True if there are blocks.
+        """
+        return bool(self._blocks(target))
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.

@@ -113,16 +113,16 @@ class AttentionKernel(Technique[nn.Module]):
             part.restore()
         return problems
 
-    def is_served(self, module: nn.Module) -> bool:
+    def is_served(self, target: nn.Module) -> bool:
         """Return whether a model has such a kernel already.
 
         Args:
-            module: The model, or what it is in.
+            target: The model, or what it is in.
 
         Returns:
             True if one needs no change; any fused kernel serves as ``"sdpa"``.
         """
-        return any(part.has(self.kernel) for part in _find_parts(module))
+        return any(part.has(self.kernel) for part in _find_parts(target))
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         parts = _find_parts(target)

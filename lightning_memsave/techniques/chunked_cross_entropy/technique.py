@@ -102,16 +102,16 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         return cls(chunk_size=value) if is_size else super().from_value(value)
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
-        """Refuse strategies that free weights between forward and loss."""
-        if not facts.is_strategy("FSDPStrategy", "DeepSpeedStrategy"):
-            return []
-        return [
-            Problem(
-                written,
-                f"`{facts.strategy}` may have freed the head's weight when the loss is computed",
-                f"Set `{self.argument}=None`.",
-            )
-        ]
+        """Refuse strategies that free weights between forward and loss, and compiled modules."""
+        problems = []
+        if facts.is_strategy("FSDPStrategy", "DeepSpeedStrategy"):
+            why = f"`{facts.strategy}` may have freed the head's weight when the loss is computed"
+            problems.append(Problem(written, why, f"Set `{self.argument}=None`."))
+        if facts.compiled:
+            why = f"`{facts.compiled}` is compiled as a whole, and the compiler needs logits"
+            fix = f"Compile its blocks one by one, or set `{self.argument}=None`."
+            problems.append(Problem(written, why, fix))
+        return problems
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.

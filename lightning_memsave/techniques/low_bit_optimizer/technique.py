@@ -182,6 +182,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
 
     name: ClassVar[str] = "low_bit_optimizer"
     argument: ClassVar[str] = "optimizer"
+    examples: ClassVar[str] = ""
     offers: ClassVar[tuple[Offer, ...]] = (
         Offer("8-bit optimizer", "8bit", "a separate kernel on a GPU, slower steps on a CPU"),
     )

@@ -213,6 +213,17 @@ class LowPrecisionWeights(Technique[nn.Module]):
         is_rounding = isinstance(value, str) and value in ROUNDINGS
         return cls(value) if is_rounding else super().from_value(value)
 
+    def is_served(self, target: nn.Module) -> bool:
+        """Return True: optimizers round weights that are bfloat16 already.
+
+        Args:
+            target: The model.
+
+        Returns:
+            True.
+        """
+        return True
+
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse strategies that decide the dtype of gradients or weights themselves."""
         problems = []

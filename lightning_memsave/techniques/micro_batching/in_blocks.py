@@ -19,6 +19,7 @@ from lightning_memsave.core.blocks import (
 from lightning_memsave.core.nested import leaves_of, map_tensors
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -26,6 +27,7 @@ from lightning_memsave.errors import (
     Problem,
 )
 from lightning_memsave.techniques.micro_batching.separability import tensors_in, why_not_separable
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class BlockMicroBatching(Technique[nn.Module]):
     its outputs are joined. Whether the block computes each sample by itself is checked with the
     first batch. Use it with `ActivationCheckpointing`, which then recomputes a few samples at a
     time: without it all activations exist until backward.
+
+    In a Trainer it is ``MemSaveCallback(micro_batch_size=MicroBatching(1, of="blocks"))``.
 
     Args:
         size: Samples that pass a block at once.
@@ -66,8 +70,7 @@ class BlockMicroBatching(Technique[nn.Module]):
     """
 
     name: ClassVar[str] = "block_micro_batching"
-    argument: ClassVar[str] = "block_micro_batch_size"
-    examples: ClassVar[str] = "1, 4"
+    argument: ClassVar[str] = MicroBatching.argument
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
     source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
@@ -78,16 +81,22 @@ class BlockMicroBatching(Technique[nn.Module]):
     def __post_init__(self) -> None:
         if type(self.size) is not int or self.size < 1:
             raise ConfigurationError(
-                f"`{self.argument}={self.size!r}` is not a number of samples: it must be at least "
-                f"1. Use `{self.argument}=1` for the least memory."
+                f"`size={self.size!r}` is not a number of samples: it must be at least 1. Use "
+                "`BlockMicroBatching(1)` for the least memory."
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))
 
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
-        """Read a number of samples."""
-        return cls(value) if type(value) is int else super().from_value(value)
+        """Read micro-batches of blocks; ``None`` for those of batches."""
+        if not isinstance(value, MicroBatching) or value.of != "blocks":
+            return None
+        return cls(value.micro_batch_size, blocks=value.blocks)  # type: ignore[arg-type]
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Refuse a module that is compiled as a whole."""
+        return [compiled_problem(facts.compiled)] if facts.compiled else []
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.
@@ -195,11 +204,11 @@ class _Chunks:
         ):
             return known
         if why := why_not_separable(block, run, args, kwargs, is_of_samples):
-            argument = BlockMicroBatching.argument
-            what = f"`{argument}={self.size}` with `{self.name}`, a `{type(block).__name__}`"
+            name = type(block).__name__
+            what = f'`MicroBatching({self.size}, of="blocks")` with `{self.name}`, a `{name}`'
             fix = (
-                f"Set `{argument}=None`; `micro_batch_size={self.size}` splits the batch before it "
-                "comes to the model. Layers of torch need `batch_first=True`."
+                f"Use `micro_batch_size={self.size}`, which splits the batch before it comes to "
+                "the model. Layers of torch need `batch_first=True`."
             )
             raise IncompatibleError(BlockMicroBatching.name, [Problem(what, why, fix)])
         self.checked[form] = is_of_samples
@@ -208,8 +217,8 @@ class _Chunks:
     def _warn_of_cache(self, block: nn.Module) -> None:
         if block.training:
             warnings.warn(
-                f"`{BlockMicroBatching.argument}` has no effect on `{type(block).__name__}`: it is "
-                "called with a key-value cache. Train with `use_cache=False`.",
+                f"Micro-batches in blocks have no effect on `{type(block).__name__}`: it is called "
+                "with a key-value cache. Train with `use_cache=False`.",
                 NoEffectWarning,
                 stacklevel=4,
             )

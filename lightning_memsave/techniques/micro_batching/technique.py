@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.blocks import BlockSelector, as_selectors
+from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
 from lightning_memsave.techniques.micro_batching.loop_proof import LoopProof
@@ -19,6 +21,7 @@ from lightning_memsave.techniques.optimizer_step import all_in_backward
 Step: TypeAlias = Callable[[Any], Tensor]
 """Function of a batch that returns its loss, a mean over samples or tokens."""
 
+_OF = ("batches", "blocks")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -32,6 +35,9 @@ class MicroBatching(Technique[Step]):
 
     Args:
         micro_batch_size: Samples per micro-batch, or ``"auto"``.
+        of: What is split: ``"batches"`` before they come to the model, or ``"blocks"``, in which
+            the batch passes a few samples at a time, as with `BlockMicroBatching`.
+        blocks: The repeated blocks, for ``of="blocks"``; ``None`` finds them.
         loss_weight: Weight of a micro-batch's loss, by the elements that the loss is a mean over:
             ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the same
             without the first of each sequence, as in causal language models; or a function of a
@@ -71,11 +77,14 @@ class MicroBatching(Technique[Step]):
 
     name: ClassVar[str] = "micro_batching"
     argument: ClassVar[str] = "micro_batch_size"
+    examples: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
     source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
     micro_batch_size: int | Literal["auto"] = "auto"
     _: KW_ONLY
+    of: Literal["batches", "blocks"] = "batches"
+    blocks: BlockSelector | Sequence[BlockSelector] | None = None
     loss_weight: LossWeight = "auto"
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     evaluation: bool | None = None
@@ -99,11 +108,53 @@ class MicroBatching(Technique[Step]):
                 f"`split_batch={self.split_batch!r}` is not a function. Pass a function of batch "
                 "and size that returns a list of batches."
             )
+        if self.of not in _OF:
+            raise ConfigurationError(
+                f"`of={self.of!r}` is not a valid value. {did_you_mean(str(self.of), _OF)}Use "
+                '`of="batches"` or `of="blocks"`.'
+            )
         if self.evaluation is not None and not isinstance(self.evaluation, bool):
             raise ConfigurationError(
                 f"`evaluation={self.evaluation!r}` is neither True, False nor `None`. Use "
                 "`evaluation=False` to evaluate whole batches."
             )
+        if problems := self._problems_of_blocks():
+            raise ConfigurationError.from_problems(type(self).__name__, problems)
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", as_selectors(self.blocks))
+
+    def _problems_of_blocks(self) -> list[Problem]:
+        if self.of == "batches":
+            why, fix = "batches are split before they come to the model", 'Write `of="blocks"` too.'
+            unused = self.blocks is not None
+            return [Problem(f"`blocks={self.blocks!r}`", why, fix)] if unused else []
+        whys = {
+            "micro_batch_size": (
+                self.micro_batch_size == "auto",
+                "a block runs on a number of samples that does not change",
+                'Write it, as in `MicroBatching(1, of="blocks")`.',
+            ),
+            "loss_weight": (
+                self.loss_weight != "auto",
+                "the loss is that of the whole batch",
+                "Remove it.",
+            ),
+            "split_batch": (
+                self.split_batch is not None,
+                "the batch stays whole, and tensors in the arguments of blocks are split",
+                "Remove it.",
+            ),
+            "evaluation": (
+                self.evaluation is not None,
+                "blocks run in the same way in evaluation",
+                "Remove it.",
+            ),
+        }
+        return [
+            Problem(f'`{name}={getattr(self, name)!r}` with `of="blocks"`', why, fix)
+            for name, (is_given, why, fix) in whys.items()
+            if is_given
+        ]
 
     def check(self, target: Step) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.
@@ -114,6 +165,9 @@ class MicroBatching(Technique[Step]):
         Returns:
             All problems, empty if there are none.
         """
+        if self.of == "blocks":
+            why, fix = "a step has no blocks", f"Use `BlockMicroBatching({self.micro_batch_size})`."
+            return [Problem('`MicroBatching(of="blocks")` in a loop', why, fix)]
         problems, fix = [], "Pass `module=model`"
         if self.micro_batch_size == "auto" and self.module is None:
             why = "to repeat a batch, gradients and buffers from before it must be restored"
@@ -235,3 +289,10 @@ def _updates_of(module: nn.Module | None) -> list[Any]:
         for optimizer, updates in all_in_backward()
         if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
     ]
+
+
+def size_of_batches(value: Any) -> Any:
+    """Give the size of micro-batches that a value of the argument splits batches into."""
+    if not isinstance(value, MicroBatching):
+        return value
+    return value.micro_batch_size if value.of == "batches" else None

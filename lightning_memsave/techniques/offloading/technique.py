@@ -177,9 +177,15 @@ class Offloading(Technique[nn.Module]):
         return cls(value) if is_name else super().from_value(value)
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
-        """Refuse strategies with several processes, or with gradients of their own."""
+        """Refuse several processes, gradients of a strategy, compilation, and other weights."""
+        problems = [compiled_problem(facts.compiled)] if facts.compiled else []
+        if facts.precision.endswith("-true") and facts.precision != "32-true":
+            why = "converts the weights, which wait on the host in their own type"
+            fix = 'Use `precision="bf16-mixed"` with `low_precision_weights="master"`, or set '
+            fix += f"`{self.argument}=None`."
+            problems.append(Problem(written, f"`precision={facts.precision!r}` {why}", fix))
         if facts.world_size == 1 and not facts.is_strategy(*SHARDED, "DDPStrategy"):
-            return []
+            return problems
         fix = f"Train in one process without a strategy, or set `{self.argument}=None`."
         if facts.is_strategy(*SHARDED):
             fix = (
@@ -187,7 +193,7 @@ class Offloading(Technique[nn.Module]):
                 f"`{self.argument}=None`."
             )
         why = f"`{facts.strategy}` moves weights and gradients itself"
-        return [Problem(written, why, fix)]
+        return [*problems, Problem(written, why, fix)]
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.

@@ -26,6 +26,13 @@ from lightning_memsave.techniques.optimizer_step import (
 from lightning_memsave.techniques.residences import residence_with
 from lightning_memsave.units import format_bytes
 
+_OF_MODULE = {
+    "configure_gradient_clipping": "would find no gradients",
+    # Momentum and weight decay move a parameter whose gradient is zero, not one without.
+    "optimizer_zero_grad": "may keep zeros as gradients: momentum and weight decay would then move "
+    "parameters that the step did not use; Lightning's own method sets gradients to `None`",
+}
+
 
 class InBackwardHandle(Handle[Optimizer]):
     """The handle of ``OptimizerInBackward.apply``: chooses which backward passes update."""
@@ -165,17 +172,47 @@ class OptimizerInBackward(Technique[Optimizer]):
             raise ConfigurationError.from_problems(type(self).__name__, problems)
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
-        """Refuse strategies that share gradients after they are complete."""
+        """Refuse what completes, reads or changes gradients after backward."""
+        return [Problem(written, why, fix) for why, fix in self._reasons_against(facts)]
+
+    def _reasons_against(self, facts: TrainerFacts) -> Iterator[tuple[str, str]]:
+        off = f"set `{self.argument}=None`"
+        if facts.is_manual:
+            yield (
+                f"`{facts.module}.automatic_optimization=False`: only the module knows which of "
+                "its backward passes completes the gradients",
+                f"Set `{self.argument}=None` and use `OptimizerInBackward` in `training_step`.",
+            )
+        for setting, bound in facts.clipping.items():
+            if (own := getattr(self, setting)) not in (None, bound):
+                yield (
+                    f"the Trainer was given `gradient_clip_val={bound}`, another bound than "
+                    f"`{setting}={own}`",
+                    f"Remove one of the two, or pass `{setting}={bound}` here too.",
+                )
+        if facts.scales_losses:
+            yield (
+                f"`precision={facts.precision!r}` scales losses, and whether a step is left out is "
+                "known only after backward, when parameters are updated already",
+                f'Use `precision="bf16-mixed"`, or {off}.',
+            )
+        for hook, why in _OF_MODULE.items():
+            if (owner := f"{facts.module}.{hook}") in facts.overridden(hook):
+                yield f"`{owner}` {why}", f"Remove that method, or {off}."
+        # Between backward and step, where gradients and settings are read and changed.
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            for owner in facts.overridden(hook):
+                yield (
+                    f"`{owner}` runs when parameters are updated already and gradients are gone: "
+                    "what it does to gradients, learning rates or weight decay has no effect",
+                    f"Remove that method, or {off}.",
+                )
         # DDP of one process hands its gradients around, too.
-        if facts.world_size == 1 and not facts.is_strategy(*SHARDED, "DDPStrategy"):
-            return []
-        return [
-            Problem(
-                written,
+        if facts.world_size > 1 or facts.is_strategy(*SHARDED, "DDPStrategy"):
+            yield (
                 f"`{facts.strategy}` shares gradients between processes after they are complete",
                 f"Set `{self.argument}=None`, or train in one process without a strategy.",
             )
-        ]
 
     def check(self, target: Optimizer) -> list[Problem]:
         """Find every reason why parameters cannot be updated one by one; changes nothing.

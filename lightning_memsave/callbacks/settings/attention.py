@@ -1,0 +1,11 @@
+"""`attention` of `MemSaveCallback`."""
+
+from lightning_memsave.callbacks.settings.setting import ModuleSetting
+from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+
+
+class AttentionSetting(ModuleSetting):
+    """Another attention kernel."""
+
+    name = AttentionKernel.argument
+    kind = AttentionKernel
