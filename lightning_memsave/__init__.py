@@ -126,7 +126,11 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
+    if name == "MemSaveCallback":  # LightningCLI looks it up here, each time
+        names = importlib.import_module(f"{__name__}.callbacks.settings.names")
+        names.advise_in_parsers(value)
+    else:
+        globals()[name] = value
     return value
 
 

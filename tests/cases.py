@@ -351,7 +351,7 @@ class Case:
 
 CASES: dict[str, Case] = {
     MicroBatching.name: Case(
-        variants=(MicroBatching(6), MicroBatching("auto")),
+        variants=(MicroBatching(6), MicroBatching("halve")),
         only_on=tuple(name for name in MODELS if name not in REFUSED_IN_PARTS),
     ),
     AttentionKernel.name: Case(variants=(AttentionKernel(),), only_on=("eager_bert",)),

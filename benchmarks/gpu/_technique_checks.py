@@ -234,7 +234,7 @@ def out_of_memory(device: str) -> Iterator[Found]:
                 limit_to(extra_mib)
             torch.manual_seed(1)
             try:
-                MicroBatching("auto", module=model).apply(loss_of).target(x)
+                MicroBatching("halve", module=model).apply(loss_of).target(x)
             finally:
                 if device == "cuda":
                     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -180,7 +180,7 @@ def _train(
     validation = [model.batch(NUM_BATCHES, 3 if IS_EXACT else 2)]
     settings = PRESETS[case.preset]
     if settings is not None and not IS_EXACT:  # nothing can be proven of what nobody computes
-        settings = {**settings, "micro_batch_size": MicroBatching("auto", evaluation=False)}
+        settings = {**settings, "micro_batch_size": MicroBatching("halve", evaluation=False)}
     fit = SqueezedFit(
         model.build, batches, validation, settings, capacity, squeeze, sizes, IS_EXACT
     )

@@ -17,7 +17,7 @@ from lightning_memsave.callbacks.settings.arguments import host_form, make_setti
 from lightning_memsave.callbacks.settings.budget import BudgetSetting, read_plan
 from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.names import advise_in_parsers, known_names_only
+from lightning_memsave.callbacks.settings.names import known_names_only
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
@@ -81,10 +81,10 @@ class MemSaveCallback(CallbackBase):
             name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own.
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
-            `MicroBatching`. ``"auto"`` starts with the whole batch; when memory runs out, the batch
-            is repeated with half the size, which is kept and saved in checkpoints. Evaluation does
-            the same where a few samples prove that it only rounds. With
-            ``MicroBatching(1, of="blocks")`` so many samples pass a block at once, and weights
+            `MicroBatching`. ``"halve"``, the presets' value, starts with the whole batch; when
+            memory runs out, the batch is repeated with half the size, which is kept and saved in
+            checkpoints. Evaluation does the same where a few samples prove that it only rounds.
+            With ``MicroBatching(1, of="blocks")`` so many samples pass a block at once, and weights
             that ``offload`` streams come once for the batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
@@ -450,7 +450,6 @@ class MemSaveCallback(CallbackBase):
         )
 
 
-advise_in_parsers(MemSaveCallback)
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(MemSaveCallback).parameters.items()

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.settings.names import advise_in_parsers
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.trainer.precision import full_name
 
@@ -34,6 +35,7 @@ class MemSaveCLIMixin(_Base):
             parser: The parser of a subcommand, or of the whole command line.
         """
         super().add_core_arguments_to_parser(parser)
+        advise_in_parsers(MemSaveCallback)
         # Not instantiated by the parser, which would pass `enabled` on.
         parser.add_class_arguments(
             MemSaveCallback, "memsave", instantiate=False, fail_untyped=False, sub_configs=True

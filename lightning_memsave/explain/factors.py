@@ -23,7 +23,6 @@ from lightning_memsave.measure.parameters import ParameterTable, TensorEntry
 from lightning_memsave.prediction.peaks import NUM_LARGEST
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.registry import frees_early
 from lightning_memsave.units import format_bytes
 
@@ -222,7 +221,7 @@ def previous_gradients(what_if: WhatIf) -> Finding:
             name, alive, "`MemSaveCallback` frees them before the forward pass.", base
         )
     try:
-        found = what_if.predict({"micro_batch_size": MicroBatching("auto")})
+        found = what_if.predict({"micro_batch_size": "halve"})
         why = "" if "micro_batch_size" in found.settings else "the module runs its own steps"
     except ImpossibleVariantError as error:
         why = str(error)

@@ -223,12 +223,12 @@ def _suite(run: RunFacts) -> list[str]:
         return [
             "Look at the table that `MemSaveCallback` printed at the start of fit: what is off or "
             'unchanged there still saves, such as `activation_checkpointing="all"`, '
-            '`optimizer="8bit"`, `micro_batch_size="auto"`.'
+            '`optimizer="8bit"`, `micro_batch_size="halve"`.'
         ]
     if run.status_of("budget") == "on":  # it has planned all of them
         return ["Use a smaller `budget=`: settings are then planned that need less."]
     values = {entry.argument: entry.offers[-1].value for entry in entries() if entry.offers}
-    values["micro_batch_size"] = "auto"
+    values["micro_batch_size"] = "halve"
     is_open = [f"`{name}={value!r}`" for name, value in values.items() if run.is_open(name)]
     names = ", ".join(is_open).replace("'", '"')
     what = "Add to `MemSaveCallback` what is neither on nor refused in its table"

@@ -126,7 +126,7 @@ def _activation_checkpointing(now: CurrentSettings, entry: Entry) -> list[Candid
 
 def _micro_batches(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     size = now.arguments.get(MICRO_BATCH)
-    if size not in (None, "auto") and not isinstance(size, int):
+    if size not in (None, "auto", "halve") and not isinstance(size, int):
         return []
     number = size if isinstance(size, int) else now.num_samples
     sizes = dict.fromkeys(size for size in (number // 2, number // 4, 1) if 0 < size < number)

@@ -477,7 +477,7 @@ def search_for(
         for name, value in step.settings.items()
         if name not in _NEITHER
         and value not in ("auto", defaults[name])
-        and getattr(value, "micro_batch_size", None) != "auto"  # its size is planned
+        and getattr(value, "micro_batch_size", value) != "halve"  # its size is planned
     }
     given = [entry for entry in entries() if fixed.get(entry.argument) not in (None, False)]
     fixed |= {name: None for name in closed if name not in fixed}

@@ -267,7 +267,7 @@ def trained_by_hand(lit: Tagger, batches: list[Any], window: int) -> list[Tensor
 
 def trained(lit: Any, batches: list[Any], **settings: Any) -> tuple[list[Tensor], MemSaveCallback]:
     callback = MemSaveCallback(
-        **{"preset": "off", "micro_batch_size": MicroBatching("auto"), **settings},
+        **{"preset": "off", "micro_batch_size": MicroBatching("halve"), **settings},
         predict=False,
         report=False,
     )
@@ -323,6 +323,6 @@ class TestTokens:
 
     def test_a_given_weight_serves_batches_of_one_sample(self):
         batches = tagged(num_samples=1)
-        size = MicroBatching("auto", loss_weight="tokens")
+        size = MicroBatching("halve", loss_weight="tokens")
         found, _ = trained(Tagger(), batches, accumulate_grad_batches=3, micro_batch_size=size)
         assert_close(found, trained_by_hand(Tagger(), batches, 3))

@@ -32,7 +32,7 @@ def test_offloaded(project, name):
 @pytest.mark.parametrize("project", ["BoundedTable", "CodebooksInBlocks"])
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
 def test_what_a_proof_writes_into_offloaded_weights_is_put_back(project, what):
-    settings = {"preset": "off", "offload": what, "micro_batch_size": MicroBatching("auto")}
+    settings = {"preset": "off", "offload": what, "micro_batch_size": MicroBatching("halve")}
     found = run(project, settings, "plain", drops=True)
     assert found["error"] is None
     assert found["digest"] == plain(project)

@@ -136,7 +136,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         for wrong in ("yes", "60", 0, -5, NAN, INF, None, [60])
     ),
     *(
-        ({"micro_batch_size": wrong}, r'Use `micro_batch_size=1`.*or `"auto"`')
+        ({"micro_batch_size": wrong}, r'Use `micro_batch_size=1`.*or `"halve"`')
         for wrong in (0, -4, 2.0, NAN, "8", "atuo", True, [2])
     ),
     ({"micro_batch_size": MicroBatching}, r"Use `micro_batch_size=MicroBatching\(\)`"),

@@ -54,7 +54,7 @@ def test_is_predicted_to_the_byte(offload, kind, precision):
 def test_details_that_do_not_go_with_blocks_are_refused_together():
     with pytest.raises(ConfigurationError, match="4 problems") as refusal:
         MicroBatching(of="blocks", loss_weight="tokens", split_batch=torch.split, evaluation=False)
-    for name in ("micro_batch_size='auto'", "loss_weight='tokens'", "split_batch=", "evaluation="):
+    for name in ("micro_batch_size='halve'", "loss_weight='tokens'", "split_batch=", "evaluation="):
         assert f"`{name}" in str(refusal.value)
     with pytest.raises(ConfigurationError, match=r'Did you mean `blocks`.*`of="blocks"`'):
         MicroBatching(1, of="block")  # type: ignore[arg-type]

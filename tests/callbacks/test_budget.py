@@ -513,7 +513,7 @@ def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, p
     def make(**arguments: Any) -> MemSaveCallback:
         off: dict[str, Any] = {"optimizer": None, "optimizer_in_backward": None}
         given = ActivationCheckpointing("all")
-        parts = MicroBatching("auto", split_batch=in_parts)
+        parts = MicroBatching("halve", split_batch=in_parts)
         sizes: dict[str, Any] = {"micro_batch_size": parts}
         return MemSaveCallback(given, budget=budget, **(off | sizes | arguments))
 

@@ -80,14 +80,14 @@ class TestBitwise:
         lit = make_lit(model=model)
         callback = only(
             activation_checkpointing="all",
-            micro_batch_size=MicroBatching("auto"),
+            micro_batch_size=MicroBatching("halve"),
         )
         assert_same(fit(lit), fit(lit, callback))
 
     @pytest.mark.parametrize("settings", ["plain", "clipped by value", "accumulated", "bf16"])
     def test_updated_in_backward(self, package, settings):
         lit, how = make_lit(package), SETTINGS[settings]
-        callback = only(optimizer_in_backward=True, micro_batch_size=MicroBatching("auto"))
+        callback = only(optimizer_in_backward=True, micro_batch_size=MicroBatching("halve"))
         saving = fit(lit, callback, package=package, **how)
         assert_same(fit(lit, package=package, **how), saving)
         row = rows_of(callback)["optimizer_in_backward"]
@@ -295,7 +295,7 @@ class TestOutOfMemory:
         """Some gradients have come by then, of which nothing may be left."""
         runs = []
         for offload in (None, Offloading(what, min_bytes=1)):
-            callback = only(offload=offload, micro_batch_size=MicroBatching("auto"))
+            callback = only(offload=offload, micro_batch_size=MicroBatching("halve"))
             losses, state, _ = fit(FailsOnce(), callback, accumulate_grad_batches=accumulated)
             assert FAILURES == [3]
             FAILURES.clear()
@@ -407,7 +407,7 @@ class TestMemory:
     @pytest.mark.turns(2)
     def test_is_predicted_to_the_byte(self, settings):
         lit = silent_lit("tied")
-        how: dict[str, Any] = {"micro_batch_size": MicroBatching("auto")}
+        how: dict[str, Any] = {"micro_batch_size": MicroBatching("halve")}
         callback, plain = only(predict=60, **how), only(offload=None, report=True, **how)
         for each in (callback, plain):
             fit(lit, each, **SETTINGS[settings])
@@ -450,7 +450,7 @@ class TestMemory:
             low_precision_weights=low,
             precision=low and "bf16-mixed",
             optimizer_in_backward=True,
-            micro_batch_size=MicroBatching("auto"),
+            micro_batch_size=MicroBatching("halve"),
         )
         fit(lit, callback)
         assert callback.prediction is not None
@@ -573,7 +573,7 @@ class TestMasters:
                 low_precision_weights=rounding,
                 optimizer=optimizer,
                 optimizer_in_backward=None if after else True,
-                micro_batch_size=MicroBatching("auto"),
+                micro_batch_size=MicroBatching("halve"),
             )
             epochs = 1 if start is None else 2
             trainer = make_trainer(LIGHTNING, callback, max_epochs=epochs, val_check_interval=2)

@@ -262,7 +262,7 @@ class TestWithMemSaveCallback:
 
         next(lit.parameters()).register_hook(after_an_update)
         suite = MemSaveCallback(
-            preset="off", micro_batch_size=MicroBatching("auto"), optimizer_in_backward=True
+            preset="off", micro_batch_size=MicroBatching("halve"), optimizer_in_backward=True
         )
         _, error = fit_until_out_of_memory(
             package, lit, suite, OOMObserver(predict=False), error=MemoryExhaustedError

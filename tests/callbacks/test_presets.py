@@ -168,7 +168,7 @@ class TestPresets:
         lit, callback = make_lit(package), MemSaveCallback(preset="off")
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         assert {row.status for row in callback.rows} == {"unchanged"}
-        assert '`micro_batch_size=MicroBatching("auto")`' in rows_of(callback)["preset"].details[1]
+        assert '`"halve"` repeats a batch' in rows_of(callback)["preset"].details[1]
         callback = MemSaveCallback(preset="off", activation_checkpointing="all")
         fit(lit, callback, package=package)
         assert [row.name for row in callback.rows if row.status == "on"] == [

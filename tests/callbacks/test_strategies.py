@@ -400,7 +400,7 @@ def run_evaluation() -> Notes:
     for way, callbacks in (
         ("plain", []),
         ("fixed", [only(MicroBatching(4, evaluation=True))]),  # batches of training stay whole
-        ("auto", [only(MicroBatching("auto", evaluation=True))]),
+        ("auto", [only(MicroBatching("halve", evaluation=True))]),
     ):
         lit = make(BatchNormModel, validation_step=validation_step, val_dataloader=loader)
         lit.is_short = way == "auto"

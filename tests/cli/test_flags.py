@@ -78,6 +78,7 @@ FLAGS: list[tuple[str, Any]] = [
     ("precision=null", None),
     ("micro_batch_size=4", 4),
     ("micro_batch_size=auto", "auto"),
+    ("micro_batch_size=halve", "halve"),
     ("micro_batch_size=null", None),
     ("accumulate_grad_batches=4", 4),
     ("accumulate_grad_batches=null", None),

@@ -74,7 +74,7 @@ ALL = [
 ]
 
 
-WHOLE = MicroBatching("auto")  # whole batches, until memory runs out
+WHOLE = MicroBatching("halve")  # whole batches, until memory runs out
 
 
 def in_turns() -> list[Any]:

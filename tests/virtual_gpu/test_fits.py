@@ -81,7 +81,7 @@ CASES = {
     ),
     "in backward": Case({"optimizer_in_backward": True}),
     "in backward, clipped": Case({"optimizer_in_backward": True}, {"gradient_clip_val": 1e3}),
-    "whole batches": Case({"micro_batch_size": MicroBatching("auto")}),
+    "whole batches": Case({"micro_batch_size": MicroBatching("halve")}),
     "micro-batches": Case({"micro_batch_size": 2}, model="unrepeated", tolerance=1e-5),
     "early release": Case({"precision": "32-true"}),
     "preset bitwise": Case({"preset": "bitwise"}),
@@ -172,7 +172,7 @@ def test_trains_as_exactly_as_it_declares(name):
 @pytest.mark.filterwarnings("ignore:.*ut of memory")
 def test_goes_on_in_micro_batches_where_the_gpu_is_full():
     """Another job takes the memory; the driver fails, not a limit of torch's allocator."""
-    callback = MemSaveCallback(**QUIET | {"micro_batch_size": MicroBatching("auto")})
+    callback = MemSaveCallback(**QUIET | {"micro_batch_size": MicroBatching("halve")})
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     counters.set_memory(total - free + 2**28)

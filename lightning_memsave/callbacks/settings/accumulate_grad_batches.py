@@ -171,10 +171,7 @@ _WEIGHTED = (
     "each batch weighs what its loss is proven to be a mean over, such as its tokens, or the same "
     "where that is not known"
 )
-_EQUAL = (
-    'all batches weigh the same: `micro_batch_size=MicroBatching("auto")` proves what they should '
-    "weigh"
-)
+_EQUAL = 'all batches weigh the same: `micro_batch_size="halve"` proves what they should weigh'
 _ALIKE = (
     "`accumulate_grad_batches`: from here on all batches weigh the same, as it is not known what "
     "the loss is a mean over"

@@ -146,7 +146,7 @@ class EvaluationSetting(Setting):
         self.technique: MicroBatching | None = None if self.off_reason else technique
         self.is_asked = self.technique is not None and self.technique.evaluation is True
         size = None if self.technique is None else self.technique.micro_batch_size
-        self.value = repr(size)
+        self.value = repr("auto" if size and arguments["micro_batch_size"] == "auto" else size)
         self._whole: dict[tuple[Any, ...], str] = {}
         """Why batches of a step and DataLoader stay whole."""
         self._runner: MicroBatchRunner | None = None

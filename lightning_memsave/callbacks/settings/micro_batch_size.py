@@ -79,6 +79,8 @@ class MicroBatchSetting(Setting):
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
         self.limit = exactness_limit(arguments)
+        if self.technique is not None and arguments[self.name] == "auto":
+            self.value = repr("auto")
         # Of blocks another setting has the row.
         self.is_asked &= not (self.technique is None and arguments[self.name] is not None)
         self.is_in_budget = arguments["budget"] is not None
@@ -121,7 +123,7 @@ class MicroBatchSetting(Setting):
     @property
     def is_auto(self) -> bool:
         """Whether it yields to conflicts."""
-        return self.technique is not None and self.technique.micro_batch_size == "auto"
+        return self.technique is not None and self.technique.micro_batch_size == "halve"
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what conflicts with it."""

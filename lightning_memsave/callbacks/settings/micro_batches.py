@@ -51,7 +51,7 @@ def find_conflicts(
     """Find every reason why the batches of a Trainer cannot be split into micro-batches."""
     what = f"`micro_batch_size={technique.micro_batch_size!r}`"
     problems = [] if allows_half_precision else technique.check_module(pl_module)
-    is_auto = technique.micro_batch_size == "auto"
+    is_auto = technique.micro_batch_size == "halve"
     reasons = _reasons_against(trainer, pl_module, is_auto=is_auto)
     return problems + [Problem(what, why, fix) for why, fix in reasons]
 
@@ -74,7 +74,7 @@ def _reasons_against(trainer: Any, pl_module: Any, *, is_auto: bool) -> Iterator
                 f"`{type(trainer.strategy).__name__}(static_graph=True)` must share gradients in "
                 "every backward pass, also in those of the first micro-batches"
             )
-            yield why, 'Remove `static_graph`, or use `micro_batch_size=MicroBatching("auto")`.'
+            yield why, 'Remove `static_graph`, or use `micro_batch_size="halve"`.'
         return
     # Where one process repeats a batch while the others do not.
     fix = "Use a fixed size such as `micro_batch_size=4`."

@@ -103,7 +103,7 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
         super().__init__(arguments)
         self.effective = self.technique
         """The settings with what the Trainer clips."""
-        self.halves_batches = size_of_batches(arguments["micro_batch_size"]) == "auto"
+        self.halves_batches = size_of_batches(arguments["micro_batch_size"]) == "halve"
         self._clipping = ""
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:

@@ -61,7 +61,7 @@ class LoopProof:
         )
         proof = prove(check)
         if proof.reason:
-            size = '"auto"' if runner.is_auto else runner.size
+            size = '"halve"' if runner.is_auto else runner.size
             problem = Problem(f"`MicroBatching({size})`", proof.reason, proof.fix or _FIX)
             if runner.is_auto:
                 raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")

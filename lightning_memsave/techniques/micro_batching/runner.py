@@ -97,7 +97,7 @@ class MicroBatchRunner:
         split_batch: SplitBatch | None,
         agree: Callable[[int], int] = lambda size: size,
     ) -> None:
-        self.is_auto = size == "auto"
+        self.is_auto = size == "halve"
         """Whether the size shrinks when memory runs out."""
         self.size: int | None = None if self.is_auto else size
         """Samples per micro-batch; ``None`` for the whole batch."""

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,11 @@ class MicroBatching(Technique[Step]):
     """Split each batch into micro-batches whose gradients sum to the gradient of the batch.
 
     Activations exist for one micro-batch at a time. The number of optimizer steps and their
-    gradients are unchanged. With ``"auto"`` the whole batch is tried first; when memory runs out,
+    gradients are unchanged. With ``"halve"`` the whole batch is tried first; when memory runs out,
     the same batch is repeated with half the size, and that size is kept.
 
     Args:
-        micro_batch_size: Samples per micro-batch, or ``"auto"``.
+        micro_batch_size: Samples per micro-batch, or ``"halve"``.
         of: What is split: ``"batches"`` before they come to the model, or ``"blocks"``, in which
             the batch passes a few samples at a time, as with `BlockMicroBatching`.
         blocks: The repeated blocks, for ``of="blocks"``; ``None`` finds them.
@@ -49,9 +49,9 @@ class MicroBatching(Technique[Step]):
             steps stay whole. True: also in several processes, whose steps must not communicate, and
             steps that cannot be split are refused. False: never.
         module: The model, whose gradients, buffers and metrics are restored before a batch is
-            repeated, and after the loss has been tested with some samples. Required for ``"auto"``
-            of both, and together with `OptimizerInBackward` if a process trains several models at
-            once. Without it `loss_weight` is not tested.
+            repeated, and after the loss has been tested with some samples. Required for ``"halve"``
+            and ``loss_weight="auto"``, and together with `OptimizerInBackward` if a process trains
+            several models at once. Without it `loss_weight` is not tested.
 
     Raises:
         ConfigurationError: If an argument is invalid.
@@ -81,7 +81,7 @@ class MicroBatching(Technique[Step]):
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
     source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
-    micro_batch_size: int | Literal["auto"] = "auto"
+    micro_batch_size: int | Literal["halve"] = "halve"
     _: KW_ONLY
     of: Literal["batches", "blocks"] = "batches"
     blocks: BlockSelector | Sequence[BlockSelector] | None = None
@@ -92,10 +92,10 @@ class MicroBatching(Technique[Step]):
 
     def __post_init__(self) -> None:
         size = self.micro_batch_size
-        if size != "auto" and (type(size) is not int or size < 1):
+        if size != "halve" and (type(size) is not int or size < 1):
             raise ConfigurationError(
                 f"`micro_batch_size={size!r}` is not a batch size: it must be at least 1. Use "
-                '`micro_batch_size=1` for the least memory, or `"auto"` to start with the full '
+                '`micro_batch_size=1` for the least memory, or `"halve"` to start with the full '
                 "batch and shrink when memory runs out."
             )
         if not callable(self.loss_weight) and self.loss_weight not in NAMES:
@@ -130,7 +130,7 @@ class MicroBatching(Technique[Step]):
             return [Problem(f"`blocks={self.blocks!r}`", why, fix)] if unused else []
         whys = {
             "micro_batch_size": (
-                self.micro_batch_size == "auto",
+                self.micro_batch_size == "halve",
                 "a block runs on a number of samples that does not change",
                 'Write it, as in `MicroBatching(1, of="blocks")`.',
             ),
@@ -156,6 +156,11 @@ class MicroBatching(Technique[Step]):
             if is_given
         ]
 
+    @classmethod
+    def from_value(cls, value: Any) -> Self | None:
+        """Read a size; ``"auto"``, the value of all presets that split batches, is ``"halve"``."""
+        return super().from_value("halve" if value == "auto" else value)
+
     def check(self, target: Step) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.
 
@@ -169,9 +174,9 @@ class MicroBatching(Technique[Step]):
             why, fix = "a step has no blocks", f"Use `BlockMicroBatching({self.micro_batch_size})`."
             return [Problem('`MicroBatching(of="blocks")` in a loop', why, fix)]
         problems, fix = [], "Pass `module=model`"
-        if self.micro_batch_size == "auto" and self.module is None:
+        if self.micro_batch_size == "halve" and self.module is None:
             why = "to repeat a batch, gradients and buffers from before it must be restored"
-            problems.append(Problem('`micro_batch_size="auto"` without `module`', why, f"{fix}."))
+            problems.append(Problem('`micro_batch_size="halve"` without `module`', why, f"{fix}."))
         elif self.loss_weight == "auto" and self.module is None:
             why = "to find what the loss is a mean over, some samples pass the model"
             fix += ', or what it is, such as `loss_weight="samples"`.'
@@ -234,7 +239,7 @@ class MicroBatching(Technique[Step]):
         size = self.micro_batch_size
         change = (
             "whole batches, smaller ones after out-of-memory"
-            if size == "auto"
+            if size == "halve"
             else f"micro-batches of {size}"
         )
         return Handle(step, [change])
@@ -293,6 +298,6 @@ def _updates_of(module: nn.Module | None) -> list[Any]:
 
 def size_of_batches(value: Any) -> Any:
     """Give the size of micro-batches that a value of the argument splits batches into."""
-    if not isinstance(value, MicroBatching):
-        return value
-    return value.micro_batch_size if value.of == "batches" else None
+    if isinstance(value, MicroBatching):
+        return value.micro_batch_size if value.of == "batches" else None
+    return "halve" if value == "auto" else value
