@@ -264,11 +264,9 @@ class Variants:
         return [c for c in self._options() if c.changes.items() <= changes]
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        changes = dict(variant.changes)
-        if variant.costs is not None:
-            changes[RECOMPUTED] = value_of(kinds)
+        settings = self.settings(variant.changes_with(kinds))
         try:
-            return self.what_if.predict(self.settings(changes), limit_s=self.left_s)
+            return self.what_if.predict(settings, limit_s=self.left_s)
         except ImpossibleVariantError:
             return None
 
