@@ -109,7 +109,6 @@ class Variants:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the model about which there is a choice."""
         return sum(len(run.names) for run in self._blocks.runs)
 
     @property
@@ -271,7 +270,6 @@ class Variants:
             return None
 
     def seconds(self, prediction: MemoryPrediction) -> float:
-        """Estimate how long a predicted step takes."""
         return step_time(prediction.work, self.rates).seconds
 
     def _helpful(self) -> list[Candidate]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_memsave.targets.batches import parse_batch
+from lightning_memsave.targets.target import parse_batch
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.offloading import host_worker
 from lightning_memsave.techniques.offloading.copies import StreamCopies
