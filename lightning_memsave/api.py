@@ -17,7 +17,7 @@ from lightning_memsave.explain.memory_changes import (
 )
 from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.planning.plan import MemoryPlan
-from lightning_memsave.planning.plan_step import plan_what_if
+from lightning_memsave.planning.plan_step import budget_of, search_of
 from lightning_memsave.prediction.cuda.gpus import Gpu, as_gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -188,7 +188,8 @@ def plan_memory(
         time_limit_s=time_limit_s,
         base=PLANNED,
     )
-    return plan_what_if(what_if, budget, exactness, time_limit_s)
+    budget_bytes = budget_of(what_if, budget)
+    return search_of(what_if, exactness, time_limit_s).find(budget_bytes)
 
 
 def explain_memory(

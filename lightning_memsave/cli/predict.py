@@ -130,14 +130,10 @@ def _show(
 ) -> None:
     from rich.text import Text
 
-    from lightning_memsave.report.text import print_prediction, show, variants_table
+    from lightning_memsave.report.text import rich_prediction, show, variants_table
 
-    print_prediction(
-        first.prediction,
-        fits=first.fits,
-        max_depth=arguments.depth,
-        max_tensors=arguments.tensors,
-    )
+    depth, number = arguments.depth, arguments.tensors
+    show(rich_prediction(first.prediction, fits=first.fits, max_depth=depth, max_tensors=number))
     if variants:
         cases = [(case.name, case.prediction, case.fits) for case in (first, *variants)]
         show(Text(""), variants_table(cases))

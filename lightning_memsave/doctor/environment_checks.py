@@ -1,7 +1,6 @@
 """Checks on environment variables, debugging switches and installed packages."""
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.doctor.subject import Subject
@@ -95,13 +94,11 @@ def _wrong_backend(value: str) -> tuple[str, str]:
     )
 
 
-_VALUE_CHECKS: Mapping[str, Callable[[str], tuple[str, str]]] = MappingProxyType(
-    {
-        "max_split_size_mb": _wrong_split_size,
-        "garbage_collection_threshold": _wrong_threshold,
-        "backend": _wrong_backend,
-    }
-)
+_VALUE_CHECKS = {
+    "max_split_size_mb": _wrong_split_size,
+    "garbage_collection_threshold": _wrong_threshold,
+    "backend": _wrong_backend,
+}
 
 
 def _number(text: str) -> float:
@@ -135,13 +132,9 @@ def find_debug_settings(subject: Subject) -> Iterator[Problem]:
 
 def find_broken_packages(subject: Subject) -> Iterator[Problem]:
     """`nvidia-ml-py` beside `nvidia-ml-py3`."""
-    if {"nvidia-ml-py", "nvidia-ml-py3"} <= _lower(subject.versions).keys():
+    if {"nvidia-ml-py", "nvidia-ml-py3"} <= {name.lower() for name in subject.versions}:
         yield Problem(
             "the packages `nvidia-ml-py` and `nvidia-ml-py3`",
             "both install `pynvml.py`, and the older one may have replaced the other's",
             "Run `pip uninstall nvidia-ml-py3`, then `pip install --force-reinstall nvidia-ml-py`.",
         )
-
-
-def _lower(versions: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): version for name, version in versions.items()}

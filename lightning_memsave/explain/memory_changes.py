@@ -159,7 +159,7 @@ class MemoryComparison:
     def _signed(self, number: int) -> str:
         return f"{'+' if number > 0 else ''}{self._format(number)}"
 
-    def _tables(self, max_rows: int | None = _MAX_ROWS) -> list[Table | Text]:
+    def _tables(self) -> list[Table | Text]:
         head = f"{self.a} -> {self.b}"
         shown: list[Table | Text] = [Text(head), *(Text(f"note: {note}") for note in self.notes)]
         shown += [Text(sentence) for sentence in self.sentences()]
@@ -177,9 +177,9 @@ class MemoryComparison:
             shown.append(Text(f"Measured peaks: {before} -> {after}."))
         if self.modules:
             rows = grouped(self.modules)
-            shown.append(self._table("module", rows[:max_rows], is_detailed=True))
-            if max_rows is not None and len(rows) > max_rows:
-                shown.append(Text(f"... and {len(rows) - max_rows} smaller differences"))
+            shown.append(self._table("module", rows[:_MAX_ROWS], is_detailed=True))
+            if len(rows) > _MAX_ROWS:
+                shown.append(Text(f"... and {len(rows) - _MAX_ROWS} smaller differences"))
         for title, changes in (("category", self.categories), ("phase", self.phases)):
             if changes:
                 shown.append(self._table(title, changes))

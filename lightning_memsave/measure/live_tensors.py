@@ -172,14 +172,6 @@ class LiveTensors(TorchDispatchMode):
         for tensor in tensors_in_batch(batch):
             self._claim(tensor, "input")
 
-    def track_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        known = {id(ref()) for ref in self._optimizers}
-        for optimizer in optimizers:
-            if id(optimizer) not in known:
-                self._optimizers.append(weakref.ref(optimizer))
-                if self._undo:
-                    self._follow(optimizer)
-
     def __enter__(self) -> Self:
         if self._undo:
             raise RuntimeError("LiveTensors is active already. Create a second one.")

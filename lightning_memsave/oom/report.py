@@ -49,13 +49,6 @@ class BatchTensor:
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    title: str
-    lines: tuple[str, ...]
-    data: Any = None
-
-
 @dataclass
 class OutOfMemoryReport:
     """What is known when memory ran out. Holds no tensors, so that it may be kept."""
@@ -73,11 +66,11 @@ class OutOfMemoryReport:
     host: HostReading | None = None
     trace: str = ""
     notes: list[str] = field(default_factory=list)
-    sections: list[Section] = field(default_factory=list, init=False)
+    sections: list[tuple[str, tuple[str, ...], Any]] = field(default_factory=list, init=False)
     files: dict[str, str | bytes] = field(default_factory=dict, init=False)
 
     def add_section(self, title: str, lines: Sequence[str], data: Any = None) -> None:
-        self.sections.append(Section(title, tuple(lines), data))
+        self.sections.append((title, tuple(lines), data))
 
     def add_file(self, name: str, content: str | bytes) -> None:
         self.files[name] = content
@@ -99,8 +92,7 @@ class OutOfMemoryReport:
             **{name: None if one is None else asdict(one) for name, one in readings.items()},
             "notes": list(self.notes),
             "sections": {
-                one.title: list(one.lines) if one.data is None else one.data
-                for one in self.sections
+                title: list(lines) if data is None else data for title, lines, data in self.sections
             },
             "traceback": self.trace,
             "versions": versions(),
@@ -113,7 +105,7 @@ class OutOfMemoryReport:
                 "Where",
                 [f"{name.replace('_', ' ')}: {value}" for name, value in self.where.items()],
             ),
-            *(_titled(one.title, one.lines) for one in self.sections),
+            *(_titled(title, lines) for title, lines, _ in self.sections),
             _titled("Tensors that were alive", self._alive_lines()),
             _titled("Batch", [f"{b.name}: {b.shape} {b.dtype} on {b.device}" for b in self.batch]),
             _titled("torch's allocator", _reading_lines(self.allocator)),

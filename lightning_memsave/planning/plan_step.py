@@ -7,20 +7,12 @@ from typing import Any
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.budget import read_budget
-from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import OFF
 from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.registry import entries, unused_details
-
-
-def plan_what_if(
-    what_if: WhatIf, budget: Any, exactness: str, limit_s: float = math.inf
-) -> MemoryPlan:
-    budget_bytes = budget_of(what_if, budget)
-    return search_of(what_if, exactness, limit_s).find(budget_bytes)
 
 
 def budget_of(what_if: WhatIf, budget: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.block_costs import KEEP, choices, value_of
+from lightning_memsave.planning.block_costs import KEEP, choices
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.candidates import MICRO_BATCH, advised_against
 from lightning_memsave.planning.constants import (
@@ -382,14 +382,9 @@ class PlanSearch:
         ]
         return max(found, key=lambda exactness: exactness.rank)
 
-    def _settings_of(self, candidate: Estimate) -> dict[str, Any]:
-        changes = dict(candidate.variant.changes)
-        if candidate.variant.costs is not None:
-            changes[RECOMPUTED] = value_of(candidate.kinds)
-        return {**self._what_if.step.settings, **self._variants.settings(changes)}
-
     def _plan(self, candidate: Estimate) -> Plan:
-        settings = self._settings_of(candidate)
+        changes = self._variants.settings(candidate.variant.changes_with(candidate.kinds))
+        settings = {**self._what_if.step.settings, **changes}
         exactness, make = self._exactness_of(candidate).value, self._what_if.step.make_callback
         prediction = self._verified.get(candidate) or candidate.variant.prediction
         num_bytes = self._estimate(candidate)

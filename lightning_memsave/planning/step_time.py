@@ -159,13 +159,9 @@ def measure_rates(device: torch.device | str) -> Rates:
     device = torch.device(device)
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         products = {
-            name: _product_rate(device, dtype)
-            for name, dtype in (
-                ("float32", torch.float32),
-                ("bfloat16", torch.bfloat16),
-                ("float16", torch.float16),
-            )
-            if device.type == "cuda" or dtype is not torch.float16
+            name: _product_rate(device, getattr(torch, name))
+            for name in ("float32", "bfloat16", "float16")
+            if device.type == "cuda" or name != "float16"
         }
         x = torch.randn(_ROWS, _WIDTH, device=device)
         norm = nn.LayerNorm(_WIDTH, device=device)

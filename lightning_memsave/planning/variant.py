@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.measure.parameters import ParameterTable
-from lightning_memsave.planning.block_costs import KEEP, BlockCosts
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts, value_of
 from lightning_memsave.planning.candidates import (
     MICRO_BATCH,
     OFFLOAD,
@@ -50,6 +50,10 @@ class Variant:
     def rank(self) -> int:
         """How far it moves results; what is advised against comes last."""
         return self.exactness.rank if not advised_against(self.changes) else NOT_ADVISED
+
+    def changes_with(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """Give its changes to settings, with the way in which blocks are recomputed."""
+        return {**self.changes} | ({} if self.costs is None else {RECOMPUTED: value_of(kinds)})
 
     @property
     def is_offloaded(self) -> bool:

@@ -109,7 +109,6 @@ class Variants:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the model about which there is a choice."""
         return sum(len(run.names) for run in self._blocks.runs)
 
     @property
@@ -264,16 +263,13 @@ class Variants:
         return [c for c in self._options() if c.changes.items() <= changes]
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        changes = dict(variant.changes)
-        if variant.costs is not None:
-            changes[RECOMPUTED] = value_of(kinds)
+        settings = self.settings(variant.changes_with(kinds))
         try:
-            return self.what_if.predict(self.settings(changes), limit_s=self.left_s)
+            return self.what_if.predict(settings, limit_s=self.left_s)
         except ImpossibleVariantError:
             return None
 
     def seconds(self, prediction: MemoryPrediction) -> float:
-        """Estimate how long a predicted step takes."""
         return step_time(prediction.work, self.rates).seconds
 
     def _helpful(self) -> list[Candidate]:

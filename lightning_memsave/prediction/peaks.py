@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.prediction.recording import Event, Recording
+from lightning_memsave.prediction.recording import Recording
 from lightning_memsave.prediction.result import PHASES, TensorMemory, Timeline
 from lightning_memsave.prediction.snapshot import Origin, StepTrace
 
@@ -34,7 +34,9 @@ class Peaks:
             (MemoryBreakdown.from_categories({name: size}) for name, size in self.blocks),
             MemoryBreakdown(),
         )
-        self.at_peak, self.by_phase_index = self._find()
+        self.at_peak, by_phase = self._find()
+        self.event, self.peak = self.events[self.at_peak], self._breakdown(self.at_peak)
+        self.by_phase = {phase: self._breakdown(at) for phase, at in by_phase.items()}
         last = recording.batch_ends[-2] if len(recording.batch_ends) > 1 else 0
         # The last batch is like all later ones; an earlier one is shown only if its peak is higher.
         starts = [0, *recording.batch_ends[:-1]]
@@ -54,18 +56,6 @@ class Peaks:
                 by_phase[event.phase] = live, index
         return peak, {phase: index for phase, (live, index) in by_phase.items() if live >= 0}
 
-    @property
-    def event(self) -> Event:
-        return self.events[self.at_peak]
-
-    @property
-    def peak(self) -> MemoryBreakdown:
-        return self._breakdown(self.at_peak)
-
-    @property
-    def by_phase(self) -> dict[str, MemoryBreakdown]:
-        return {phase: self._breakdown(at) for phase, at in self.by_phase_index.items()}
-
     def by_module(self) -> dict[str, MemoryBreakdown]:
         found: dict[str, dict[str, int]] = {}
         for tensor in self._alive(self.at_peak):
@@ -75,9 +65,9 @@ class Peaks:
         result[""] = result.get("", MemoryBreakdown()) + self.extra
         return result
 
-    def largest(self, limit: int = NUM_LARGEST) -> tuple[TensorMemory, ...]:
+    def largest(self) -> tuple[TensorMemory, ...]:
         found = sorted(self._alive(self.at_peak), key=lambda tensor: -tensor.num_bytes)
-        return tuple(found[:limit])
+        return tuple(found[:NUM_LARGEST])
 
     def timeline(self) -> Timeline:
         """Return live bytes through the step with the peak, in at most `MAX_POINTS` points."""
@@ -162,9 +152,12 @@ class Peaks:
             sizes[key] = sizes.get(key, 0) + event.change
             storages[key] = event.storage
         return [
-            TensorMemory(storages[key].category, num_bytes, *_fields(storages[key].origin))
+            TensorMemory(
+                storages[key].category, num_bytes, o.module, o.op, o.phase, o.shape, o.dtype
+            )
             for key, num_bytes in sizes.items()
             if num_bytes
+            for o in [storages[key].origin]
         ]
 
 
@@ -185,7 +178,3 @@ def room_for_gradients(recording: Recording, taken: Sequence[tuple[int, int]]) -
             break
         kept += num_bytes
     return kept
-
-
-def _fields(origin: Origin) -> tuple[str, str, str, tuple[int, ...], str]:
-    return origin.module, origin.op, origin.phase, origin.shape, origin.dtype

@@ -40,8 +40,6 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 @dataclass(slots=True)
 class Event:
-    """A change of a storage's size."""
-
     storage: LiveStorage
     change: int
     phase: str

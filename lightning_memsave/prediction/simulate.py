@@ -93,8 +93,6 @@ def simulate_start(
 
 
 class _EndAtStart(CallbackBase):
-    """Ends a fit before its first batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.optimizers: list[torch.optim.Optimizer] = []

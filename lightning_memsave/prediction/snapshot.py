@@ -12,8 +12,6 @@ _ALIGNMENT = 512
 
 @dataclass(slots=True)
 class Origin:
-    """Module, operator and phase that allocated a storage."""
-
     module: str = ""
     op: str = ""
     phase: str = ""

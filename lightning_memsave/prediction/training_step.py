@@ -70,7 +70,6 @@ class TrainingStep:
         _check_trainer_arguments(self.trainer_arguments)
 
     def with_settings(self, changes: Mapping[str, Any]) -> Self:
-        """Return the same step with some arguments of `MemSaveCallback` replaced."""
         return replace(self, settings={**self.settings, **changes})
 
     @cached_property
@@ -163,7 +162,6 @@ class TrainingStep:
 
 
 def as_code(make_callback: Callable[..., Any], settings: Mapping[str, Any]) -> str:
-    """Format settings as Python code."""
     shown = changed_arguments(make_callback, settings)
     return f"MemSaveCallback({', '.join(f'{n}={_quoted(v)}' for n, v in shown.items())})"
 

@@ -38,7 +38,6 @@ def explained(what: str, fix: str) -> Iterator[None]:
 
 
 def build_module(make: Any, name: str = "", fix: str = _HOW_CALLED) -> nn.Module:
-    """Call a function that returns a module."""
     if not callable(make):
         raise ConfigurationError(
             f"`{make!r}` is {type(make).__name__}, neither a module nor a function that returns "

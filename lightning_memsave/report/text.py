@@ -21,17 +21,6 @@ from lightning_memsave.report.tree import module_tree
 from lightning_memsave.units import format_bytes
 
 
-def print_prediction(
-    prediction: MemoryPrediction,
-    *,
-    fits: Sequence[GpuFit] = (),
-    max_depth: int | None = 2,
-    max_tensors: int = 10,
-) -> None:
-    shown = rich_prediction(prediction, fits=fits, max_depth=max_depth, max_tensors=max_tensors)
-    show(shown)
-
-
 def rich_prediction(
     prediction: MemoryPrediction,
     *,

@@ -244,16 +244,6 @@ def test_optimizer_state_made_at_the_peak_is_optimizer_state():
     assert live.peak.temporary_bytes > 0
 
 
-def test_optimizers_may_come_later():
-    training = Training(mlp)
-    with LiveTensors(training.model) as live:
-        live.track_optimizers([training.optimizer])
-        live.track_optimizers([training.optimizer])
-        training()
-    assert live.breakdown.optimizer_state_bytes > 0
-    assert not training.optimizer._optimizer_step_pre_hooks
-
-
 def test_forward_inside_the_step_is_activation():
     # Lightning gives forward and backward to `Optimizer.step` as a closure.
     training = Training(mlp)

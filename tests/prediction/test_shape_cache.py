@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.prediction.fake import kernels as _fake_kernels
-from lightning_memsave.prediction.fake.unknown_shapes import largest_result
+from lightning_memsave.prediction.fake.values import largest_result
 
 aten = torch.ops.aten
 

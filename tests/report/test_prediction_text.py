@@ -11,7 +11,7 @@ from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
-from lightning_memsave.report.text import print_prediction, rich_prediction, variants_table
+from lightning_memsave.report.text import rich_prediction, show, variants_table
 from lightning_memsave.report.tree import module_tree
 from lightning_memsave.units import GIB, MIB
 
@@ -137,12 +137,12 @@ class TestPrediction:
             plain_prediction(make_prediction(), max_tensors=-1)
 
     def test_printed_to_a_pipe_it_is_the_plain_text(self, capsys):
-        print_prediction(make_prediction())
+        show(rich_prediction(make_prediction()))
         assert capsys.readouterr().out == plain_prediction(make_prediction()) + "\n"
 
     def test_printed_to_a_terminal_it_has_styles(self, capsys, monkeypatch):
         monkeypatch.setattr(Console, "is_terminal", True)
-        print_prediction(make_prediction())
+        show(rich_prediction(make_prediction()))
         assert "Net, 27 parameters" in capsys.readouterr().out
 
 

@@ -20,10 +20,15 @@ from transformers import BertConfig, GPT2Config, RobertaConfig, T5Config, ViTCon
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.targets.batches import BatchSpec, TensorSpec
 from lightning_memsave.targets.code import parse_arguments
 from lightning_memsave.targets.find import load_target
-from lightning_memsave.targets.target import Target, make_batch_spec, read_batch
+from lightning_memsave.targets.target import (
+    BatchSpec,
+    Target,
+    TensorSpec,
+    make_batch_spec,
+    read_batch,
+)
 from lightning_memsave.units import MIB
 from tests.callbacks.lit import make_trainer
 from tests.helpers import ResidentGrowth

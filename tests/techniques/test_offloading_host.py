@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memsave import ChunkedCrossEntropy, Offloading
-from lightning_memsave.targets.batches import parse_batch
+from lightning_memsave.targets.target import parse_batch
 from lightning_memsave.techniques.offloading import host_worker
 from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory

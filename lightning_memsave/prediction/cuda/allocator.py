@@ -173,10 +173,6 @@ class CachingAllocator:
         self._pools: dict[tuple[str, bool], Pool] = {}  # by stream, and whether it is small
         self._next_address = _LARGE_SEGMENT_BYTES  # 0 is the null pointer
 
-    @property
-    def slack_bytes(self) -> int:
-        return self.reserved_bytes - self.allocated_bytes
-
     def malloc(self, num_bytes: int, stream: str = "") -> int:
         """Allocate a free block if one fits, else a new segment (``malloc``)."""
         if num_bytes < 0:
@@ -229,14 +225,6 @@ class CachingAllocator:
             if num_bytes:
                 alive[storage] = (self.malloc(num_bytes, *stream), num_bytes)
             self.free(handle)
-
-    def segments(self) -> list[list[tuple[int, int, bool]]]:
-        """List reserved memory, like ``torch.cuda.memory_snapshot``."""
-        return [
-            [(b.address, b.size, not b.is_free) for b in head.and_following() if b.is_mapped]
-            for pool in self._pools.values()
-            for head in pool.heads
-        ]
 
     # get_pool
     def _pool(self, stream: str, *, is_small: bool) -> Pool:
@@ -379,10 +367,11 @@ class CachingAllocator:
         pool.put(block.joined())
 
     def _exhausted(self, num_bytes: int) -> MemoryExhaustedError:
+        unused_bytes = self.reserved_bytes - self.allocated_bytes
         return MemoryExhaustedError(
             f"Cannot allocate {format_bytes(num_bytes)}: of "
             f"{format_bytes(self.capacity_bytes or 0)}, {format_bytes(self.allocated_bytes)} are "
-            f"allocated and {format_bytes(self.slack_bytes)} are reserved but not allocated. Lower "
+            f"allocated and {format_bytes(unused_bytes)} are reserved but not allocated. Lower "
             "the peak, or raise `capacity_bytes`."
         )
 

@@ -206,7 +206,6 @@ def real_tensors() -> contextlib.AbstractContextManager[None]:
 
 
 def clone_batch(batch: Any) -> Any:
-    """Clone a fake batch into new storages."""
     storages: dict[Any, Tensor] = {}
     return map_tensors(batch, lambda tensor: _clone_fake(tensor, storages), in_objects=True)
 
