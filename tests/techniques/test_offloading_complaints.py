@@ -2,9 +2,10 @@
 
 Those with tests elsewhere: values that are read before they came, and memory that is used again too
 early (`test_simulated_offloading`, `test_offloaded_activations`), no clipping, accumulation or
-schedulers, checkpoints that nothing else loads (`test_offloading`), labels that are overwritten,
-stashes that stay after an error (`test_offloaded_activations_limits`), gradients of a failed pass in
-the next step (`test_offloading_races`), only one kind of model (`test_contract`), strategies (`tests/callbacks/test_offload`).
+schedulers (`test_offloading`), checkpoints that nothing else loads, strategies
+(`tests/callbacks/test_offload`), labels that are overwritten, stashes that stay after an error
+(`test_offloaded_activations_limits`), gradients of a failed pass in the next step
+(`test_offloading_races`), only one kind of model (`test_contract`).
 """
 
 import gc
