@@ -81,6 +81,27 @@ def test_other_errors_inside_of_a_handler_are_not_repeated():
     assert sizes == [8]
 
 
+def test_gradients_of_earlier_batches_survive():
+    model = make_model().eval()
+
+    def loss_of(batch):
+        if len(batch) > 4:
+            loss = model(batch).square().mean()
+            loss.backward()  # half a backward pass has happened when memory runs out
+            raise torch.OutOfMemoryError(MESSAGE)
+        return model(batch).square().mean()
+
+    batches = torch.randn(2, 8, 6)
+    for batch in batches:
+        model(batch).square().mean().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model(batches[0]).square().mean().backward()
+    MicroBatching(module=model).apply(loss_of).target(batches[1])
+    for ours, truth in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(ours, truth)
+
+
 class Stateful(nn.Module):
     """Changes what a module can hold in every way that was seen in projects."""
 
@@ -293,6 +314,19 @@ class TestInAPlainLoop:
         # Of the bias of a key, gradients are rounding only.
         model.requires_grad_(False).transformer.wte.requires_grad_()
         assert gradient_error(model, lambda batch: model(**batch).loss, batch) < 1e-5
+
+    @pytest.mark.parametrize(
+        "loss_of",
+        [
+            lambda y, target: nn.functional.cross_entropy(y, target, torch.tensor([1.0, 5.0, 0.2])),
+            lambda y, _: y.square().sum(),
+        ],
+        ids=["class weights", "sum"],
+    )
+    def test_weights_of_its_own_and_none(self, loss_of):
+        model, batch = self.classified()
+        error = gradient_error(model, lambda b: loss_of(model(b["x"]), b["y"]), batch)
+        assert error < 1e-5
 
     @pytest.mark.parametrize("size", [4, "auto"])
     def test_time_first_is_refused(self, size):
