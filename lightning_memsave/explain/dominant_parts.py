@@ -2,9 +2,9 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.parameters import ParameterTable, TensorEntry, ancestors
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.training_step import MakeOptimizer
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from lightning_memsave.units import format_bytes
-
-MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
-"""A class of optimizers, or a function that makes one for a list of parameters."""
 
 
 @dataclass(frozen=True, slots=True)

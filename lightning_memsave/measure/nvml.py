@@ -8,7 +8,6 @@ value for a log must not end training.
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +96,8 @@ class NvmlDevice:
 
     def _is_mig(self) -> bool:
         try:
-            return bool(_value(self._nvml.nvmlDeviceIsMigDeviceHandle(self._handle)))
+            found = self._nvml.nvmlDeviceIsMigDeviceHandle(self._handle)
+            return bool(getattr(found, "value", found))  # a ctypes integer in some versions
         except Exception:  # an old library or driver without MIG
             return False
 
@@ -144,23 +144,15 @@ def _by_uuid(nvml: Any, uuid: str) -> Any:
 
 
 def _by_uuid_prefix(nvml: Any, prefix: str) -> Any:
-    found = [h for h in _handles(nvml) if _text(nvml.nvmlDeviceGetUUID(h)).startswith(prefix)]
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    found = [h for h in handles if _text(nvml.nvmlDeviceGetUUID(h)).startswith(prefix)]
     if len(found) != 1:
         raise LookupError(f"{len(found)} GPUs have a UUID that begins with {prefix!r}")
     return found[0]
 
 
-def _handles(nvml: Any) -> Iterator[Any]:
-    for index in range(nvml.nvmlDeviceGetCount()):
-        yield nvml.nvmlDeviceGetHandleByIndex(index)
-
-
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _value(value: Any) -> Any:
-    return getattr(value, "value", value)  # some functions return a ctypes integer
 
 
 def _describe(error: Exception) -> str:
