@@ -71,9 +71,9 @@ def test_the_sequence_of_sizes(limit):
 def test_a_repeated_batch_is_as_if_it_had_been_smaller_from_the_start(place):
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     results = []
-    for size, mode in ((4, OutOfMemoryAt()), ("auto", OutOfMemoryAt(place))):
+    for size, mode in ((4, OutOfMemoryAt()), ("halve", OutOfMemoryAt(place))):
         model = make_model()
-        technique = MicroBatching(size, module=model)  # type: ignore[arg-type] # "auto" or 4
+        technique = MicroBatching(size, module=model)  # type: ignore[arg-type] # "halve" or 4
 
         def loss_of(batch, model=model, mode=mode):
             mode.is_armed = True
@@ -550,13 +550,13 @@ class TestInAPlainLoop:
         model, batch = self.classified()
         assert gradient_error(model, lambda batch: model(batch["x"]).square().sum(), batch) < 1e-5
 
-    @pytest.mark.parametrize("size", [4, "auto"])
+    @pytest.mark.parametrize("size", [4, "halve"])
     def test_time_first_is_refused(self, size):
         model = nn.LSTM(6, 5)
 
         def loss_of(batch):
             loss = model(batch["x"])[0].square().mean()
-            if torch.is_grad_enabled() and size == "auto":
+            if torch.is_grad_enabled() and size == "halve":
                 raise torch.OutOfMemoryError(MESSAGE)
             return loss
 
