@@ -28,6 +28,7 @@ def package(request):
 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     """Micro-batches and nothing else; a number is refused where evaluation cannot be split."""
+    size = "halve" if size == "auto" else size
     technique = None if size is None else MicroBatching(size, evaluation=True)
     quiet: dict[str, Any] = {"predict": False, "report": False}
     return MemSaveCallback(**({"preset": "off", "micro_batch_size": technique} | quiet | settings))

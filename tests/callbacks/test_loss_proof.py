@@ -688,7 +688,8 @@ for _name, (_make, _batch, _expected) in MODELS.items():
 
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     details = {n: settings.pop(n) for n in ("loss_weight", "split_batch") if n in settings}
-    size = MicroBatching(size, **details) if details else size
+    if details:
+        size = MicroBatching("halve" if size == "auto" else size, **details)
     off = ("activation_checkpointing", "optimizer", "precision", "chunked_cross_entropy")
     return MemSaveCallback(
         **{

@@ -45,7 +45,8 @@ BATCH_NORM = "ignore:.*and batch normalisation:lightning_memsave.errors.Exactnes
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     """Nothing but micro-batches."""
     details = {n: settings.pop(n) for n in ("loss_weight", "split_batch") if n in settings}
-    size = MicroBatching(size, **details) if details else size
+    if details:
+        size = MicroBatching("halve" if size == "auto" else size, **details)
     defaults: dict[str, Any] = {
         "activation_checkpointing": None,
         "optimizer": None,

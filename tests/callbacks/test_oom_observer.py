@@ -529,7 +529,7 @@ class TestWhatIsKept:
             trainer.validate(lit)
         (note,) = raised.value.__notes__
         assert f"`{owner}` keeps " in note.splitlines()[0]
-        assert 'micro_batch_size="auto"' not in note
+        assert 'micro_batch_size="halve"' not in note
 
 
 class TestAdviceOfTheTable:
