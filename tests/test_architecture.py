@@ -5,7 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import lightning_memsave
 from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.techniques.registry import entries, techniques
+from lightning_memsave.trainer.private_names import COMMANDS, NAMES
 from tests.cases import CASES
 
 PACKAGE = Path(lightning_memsave.__file__).parent
@@ -53,6 +54,7 @@ def package_sources() -> dict[str, str]:
 
 
 SOURCES = package_sources()
+OTHER_SOURCES = {m: text for m, text in SOURCES.items() if m != "trainer.private_names"}
 
 
 def imports_of(tree: ast.AST, sources: Sources) -> Iterator[tuple[str, str]]:
@@ -335,142 +337,15 @@ def test_private_names_stay_in_their_folder():
     assert private_names_of_others(broken) == {("measure.b", "core.a._c")}
 
 
-def private_names_of_lightning(sources: Sources) -> set[tuple[str, str]]:
-    found = set()
-    for module, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-                chain = ast.unparse(node)
-                if chain.startswith("trainer.") and not node.attr.startswith("__"):
-                    found.add((module, chain))
-    return {(module, chain) for module, chain in found if room_of(module) != "trainer"}
-
-
-def test_private_names_of_lightning_stay_in_their_room():
-    assert private_names_of_lightning(SOURCES) == set()
-    broken = {"callbacks.a": "trainer.fit_loop._data_source"}
-    assert private_names_of_lightning(broken) == {("callbacks.a", "trainer.fit_loop._data_source")}
-
-
-# Private names of torch, transformers and PEFT by the reason to use them, and where that is done.
-# Those of Lightning are in `trainer`, those of bitsandbytes beside its optimizers: both check
-# that they are there, `check_host` and `find_changed_names`.
-FOREIGN_PRIVATE_NAMES = {
-    "documented by Python in spite of its underscore": {
-        "": "_fields _replace _getframe",
-    },
-    "the dispatcher, fake tensors and pytrees, of which torch's own tools are made": {
-        "prediction": "_subclasses _python_dispatch _disable_current_modes _ops _pytree _schema _C "
-        "_DisableTorchDispatch _get_current_dispatch_mode_stack _ExcludeDispatchKeyGuard "
-        "_dispatch_get_registrations_for_dispatch_key _dispatch_has_kernel_for_dispatch_key "
-        "_dispatch_keyset_full_after _destroy _autograd _get_sequence_nr",
-        "measure.live_tensors": "_C _python_dispatch",
-        "callbacks.oom_remedies": "_disable_current_modes _python_dispatch",
-        "callbacks.run_plan": "_disable_current_modes _python_dispatch",
-        "callbacks.run_prediction": "_disable_current_modes _python_dispatch",
-        "targets.checkpoints": "_subclasses",
-        "techniques.deferred": "_pytree",
-        "techniques.activation_checkpointing": "_pytree _C _are_functorch_transforms_active "
-        "_autograd _top_saved_tensors_default_hooks _python_dispatch _disable_current_modes",
-        "techniques.offloading.hooks_of_users": "_python_dispatch _pytree _schema "
-        "_get_current_dispatch_mode_stack _pop_mode _push_mode",
-        "techniques.offloading.module_hooks": "_C _are_functorch_transforms_active _functorch",
-        "techniques.offloading.activations": "_C _are_functorch_transforms_active _autograd "
-        "_top_saved_tensors_default_hooks _current_graph_task_id _execution_engine _base",
-        "techniques.chunked_cross_entropy": "_C _pytree _python_dispatch _disable_current_modes "
-        "_functorch _get_tracing_state _current_level _make_wrapper_subclass",
-        "techniques.low_precision_weights.fused_steps": "_disable_current_modes _python_dispatch",
-        "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_disable_current_modes "
-        "_python_dispatch",
-        "techniques.micro_batching.loss_probe": "_python_dispatch _pytree _schema",
-    },
-    "operators of aten that have no other name": {
-        "measure.live_tensors": "_to_copy",
-        "prediction": "_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
-        "_local_scalar_dense _pack_padded_sequence _unique2 _foreach_utils "
-        "_foreach_supported_types",
-        "techniques.offloading.copies": "_foreach_copy_",
-        "techniques.optimizer_in_backward.held_gradients": "_foreach_utils _foreach_norm "
-        "_foreach_mul_ _has_foreach_support",
-    },
-    "a storage or a version has no public identity": {
-        "core.label_counts": "_version",
-        "explain": "_cdata",
-        "core.saved_state": "_values",
-        "measure": "_cdata _storage_Use_Count _indices _values",
-        "prediction": "_cdata",
-        "targets.target": "_cdata",
-        "techniques.activation_checkpointing.recompute": "_version",
-        "techniques.chunked_cross_entropy": "_cdata _version",
-        "techniques.low_precision_weights": "_cdata _version",
-        "techniques.micro_batching.separability": "_version",
-        "techniques.micro_batching.training_state": "_cdata _version",
-        "techniques.offloading.activations": "_cdata",
-        "techniques.offloading.flat_memory": "_cdata _C _storage_Use_Count",
-        "techniques.offloading.stashes": "_cdata _version",
-        "techniques.offloading.part": "_version",
-        "techniques.offloading.residence": "_indices _values",
-        "techniques.offloading.technique": "_cdata",
-    },
-    "hooks of a tensor are only known to itself": {
-        "techniques.offloading.host_table": "_backward_hooks _post_accumulate_grad_hooks",
-    },
-    "which backward pass runs, and what it will still come to": {
-        "techniques.optimizer_in_backward.updates": "_execution_engine",
-        "techniques.offloading.host_table": "_C _current_graph_task_id _will_engine_execute_node",
-        "techniques.offloading.residence": "_C _current_graph_task_id _execution_engine",
-        "techniques.optimizer_in_backward.on_host": "_execution_engine",
-        "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
-        "prediction.recording": "_current_autograd_node _sequence_nr",
-        "techniques.chunked_cross_entropy.kernel": "_autograd _top_saved_tensors_default_hooks",
-        "techniques.chunked_cross_entropy.tied_embedding": "_current_graph_task_id "
-        "_will_engine_execute_node",
-    },
-    "a base class or table of a module without another name": {
-        "callbacks.settings.micro_batches": "_BatchNorm",
-        "prediction.fake.tensors": "_buffers _parameters",
-        "techniques.activation_checkpointing.recompute": "_NormBase",
-        "techniques.parameter_names": "_ConvNd",
-        "techniques.low_precision_weights.technique": "_forward_pre_hooks",
-        "techniques.offloading.host_table": "_parameters",
-        "techniques.micro_batching.separability": "_BatchNorm",
-        "techniques.micro_batching.training_state": "_BatchNorm _parameters "
-        "_non_persistent_buffers_set",
-        "techniques.offloading.residence": "_parameters",
-    },
-    "how `Module.to` reads its arguments": {
-        "techniques.chunked_cross_entropy.consumers": "_nn _parse_to",
-    },
-    "whether a module is compiled, or flattened by FSDP1": {
-        "callbacks.memory_probes": "_compiled_call_impl",
-        "callbacks.settings.optimizer_in_backward": "_compiled_call_impl _orig_mod",
-        "modules.steps": "_fsdp_flattened",
-        "techniques.chunked_cross_entropy.heads": "_compiled_call_impl",
-        "techniques.micro_batching.in_blocks": "_compiled_call_impl _orig_mod",
-        "techniques.offloading.technique": "_compiled_call_impl _orig_mod",
-    },
-    "the mark of schedulers, and the state before the first step": {
-        "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_wrapped_by_lr_sched",
-        "techniques.optimizer_step": "_init_group _wrapped_by_lr_sched",
-    },
-    "a `GradScaler` has no other place to wait for its scale": {
-        "techniques.offloading.host_updates": "_unscale_grads_",
-    },
-    "the allocator's history, which torch documents under these names": {
-        "callbacks.oom_observer": "_record_memory_history _snapshot",
-    },
-    "transformers and PEFT: written so in their own documentation, or without a public form": {
-        "prediction.what_if": "_attn_implementation _attn_implementation_internal",
-        "modules.hugging_face": "_attn_implementation",
-        "targets.hugging_face": "_from_config _model_mapping",
-        "techniques.attention_kernel.technique": "_attn_implementation "
-        "_attn_implementation_internal",
-        "techniques.chunked_cross_entropy.heads": "_cast_input_dtype",
-    },
-    "Lightning's property `trainer` raises where there is none": {
-        "prediction.training_step": "_trainer",
-    },
+# Documented by Python in spite of their underscore, or a mark of FSDP1 that only it sets.
+NOT_CHECKED = {"_fields", "_replace", "_getframe", "_fsdp_flattened"}
+# What the folder of a technique, or a room, uses for one argument only; the others for all.
+ARGUMENT_OF_ROOM = {"prediction": "predict"} | dict.fromkeys(
+    ("cli", "doctor", "explain", "modules", "oom", "report", "targets"), COMMANDS
+)
+ARGUMENT_OF_FOLDER = {
+    technique.__module__.removeprefix(f"{PACKAGE.name}.").rpartition(".")[0]: technique.argument
+    for technique in reversed(techniques())
 }
 
 
@@ -519,28 +394,41 @@ def foreign_private_names(sources: Sources) -> set[tuple[str, str]]:
         (module, name)
         for module, tree in trees.items()
         for name, is_own in private_names_used_in(tree)
-        if is_private(name) and room_of(module) != "trainer"
+        if is_private(name)
         if name not in (everywhere if is_own else made[module.rpartition(".")[0]])
     }
 
 
-def is_listed(module: str, name: str) -> bool:
-    return any(
-        f"{module}.".startswith(f"{place}." if place else "") and name in names.split()
-        for places in FOREIGN_PRIVATE_NAMES.values()
-        for place, names in places.items()
-    )
+def arguments_of(uses: Collection[tuple[str, str]]) -> dict[str, str]:
+    """Give the only argument that needs a private name; empty for more than one."""
+    users: dict[str, set[str]] = {}
+    for module, name in uses:
+        folder = ARGUMENT_OF_FOLDER.get(module.rpartition(".")[0], "")
+        users.setdefault(name, set()).add(ARGUMENT_OF_ROOM.get(room_of(module), folder))
+    found = {name: own - {COMMANDS} or own for name, own in users.items()}
+    return {name: own.pop() if len(own) == 1 else "" for name, own in found.items()}
 
 
-def test_private_names_of_others_are_listed_with_their_reason():
-    found = foreign_private_names(SOURCES)
-    assert {use for use in found if not is_listed(*use)} == set()
+def test_private_names_of_others_are_checked_at_setup():
+    listed = {(name, row.argument) for row in NAMES for name in row.names.split()}
+    used = arguments_of(foreign_private_names(SOURCES)).items()
+    covered = listed | {(name, argument) for name, argument in used if (name, "") in listed}
+    assert {pair for pair in used - covered if pair[0] not in NOT_CHECKED} == set()
+    gone = {name for name, _ in listed if not any(name in text for text in OTHER_SOURCES.values())}
+    assert gone == set()
+
+
+def test_the_search_finds_private_names_and_who_needs_them():
     broken = {
         "core.a": "from torch._x import y\nz._w\nself._base\ngetattr(z, '_v')",
         "core.b": "class A:\n  def f(self):\n    self._base = self._mine = 1\nb._mine",
     }
     assert foreign_private_names(broken) == {("core.a", n) for n in ("_x", "_w", "_v")}
-    assert not any(is_listed("core.a", name) for name in ("_x", "_C", "_version"))
+    offloading, targets = ("techniques.offloading.a", "_x"), ("targets.a", "_x")
+    assert arguments_of({targets}) == {"_x": COMMANDS}
+    assert arguments_of({targets, offloading}) == {"_x": "offload"}
+    assert arguments_of({offloading, ("techniques.attention_kernel.a", "_x")}) == {"_x": ""}
+    assert arguments_of({offloading, ("core.a", "_x")}) == {"_x": ""}
 
 
 @pytest.mark.parametrize("technique", techniques(), ids=lambda t: t.name)

@@ -41,8 +41,8 @@ from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
+from lightning_memsave.trainer.private_names import check_names
 from lightning_memsave.trainer.trainer import (
-    check_host,
     first_of,
     leave_device,
     put_first,
@@ -242,7 +242,9 @@ class MemSaveCallback(CallbackBase):
         if is_fit and not is_planned:
             found = host_form(self._settings, self.arguments, trainer, pl_module)
             self._settings, self._in_force = found or (self._settings, self._in_force)
-        if not (problems := check_host(trainer)) and not is_planned:
+        given = self.arguments if is_planned else self._in_force  # a plan may switch all on
+        used = [n for n, v in given.items() if is_planned or (v is not None and v is not False)]
+        if not (problems := check_names(trainer, used)) and not is_planned:
             problems = self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)

@@ -1,7 +1,6 @@
 """Inspect a Trainer: its package, strategy, callbacks and module."""
 
 import importlib
-import operator
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -15,30 +14,6 @@ CallbackT = TypeVar("CallbackT")
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 
-_NEEDED = (
-    "strategy.precision_plugin",
-    "strategy.load_optimizer_state_dict",
-    "strategy.setup",
-    "strategy.broadcast",
-    "fit_loop._should_accumulate",
-    "fit_loop._combined_loader",
-    "fit_loop._data_source.dataloader",
-    "fit_loop._data_source.is_module",
-    "fit_loop.epoch_loop._batches_that_stepped",
-    "fit_loop.epoch_loop._num_ready_batches_reached",
-    "fit_loop.epoch_loop._results.update_metrics",
-    "fit_loop.epoch_loop.automatic_optimization._make_closure",
-    "fit_loop.epoch_loop.automatic_optimization._optimizer_step",
-    "fit_loop.epoch_loop.automatic_optimization._skip_backward",
-    "fit_loop.epoch_loop.automatic_optimization._training_step",
-    "fit_loop.epoch_loop.batch_progress",
-    "_signal_connector.register_signal_handlers",
-    "_accelerator_connector._precision_flag",
-    "_accelerator_connector._precision_plugin_flag",
-    "_accelerator_connector._check_and_init_precision",
-)
-_NEEDED_OF_DATA = ("_request_dataloader", "_process_dataloader", "_resolve_overfit_batches")
-
 
 def package_of(thing: Any) -> ModuleType:
     """Return the package of a Trainer or LightningModule."""
@@ -47,22 +22,6 @@ def package_of(thing: Any) -> ModuleType:
             if cls.__module__.startswith(f"{package}."):
                 return importlib.import_module(package)
     raise TypeError(f"{thing!r} is not a Trainer or LightningModule of {' or '.join(PACKAGES)}")
-
-
-def check_host(trainer: Any) -> list[Problem]:
-    """Return a problem for each private name of Lightning that is used here and missing."""
-    package, data = package_of(trainer), data_connector_of(trainer)
-    version = getattr(package, "__version__", "?")
-    missing = [f"Trainer.{path}" for path in _NEEDED if not _has(trainer, path)]
-    missing += [f"{data.__name__}.{name}" for name in _NEEDED_OF_DATA if not _has(data, name)]
-    return [
-        Problem(
-            f"`{path}`",
-            f"{package.__name__} {version} has no such name",
-            "Install lightning 2.6, with which this version of lightning-memsave was tested.",
-        )
-        for path in missing
-    ]
 
 
 def second_use(trainer: Any, user: int | None) -> list[Problem]:
@@ -80,14 +39,6 @@ def data_connector_of(trainer: Any) -> ModuleType:
     return importlib.import_module(
         f"{package_of(trainer).__name__}.trainer.connectors.data_connector"
     )
-
-
-def _has(owner: Any, path: str) -> bool:
-    try:
-        operator.attrgetter(path)(owner)
-    except AttributeError:
-        return False
-    return True
 
 
 def put_first(trainer: Any, callback: Any, *added: Any) -> None:

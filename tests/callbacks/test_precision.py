@@ -11,7 +11,7 @@ from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecis
 from lightning_memsave.callbacks.settings.precision import PrecisionSetting
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.precision import full_name, overflows_in_float16
-from lightning_memsave.trainer.trainer import check_host, package_of
+from lightning_memsave.trainer.trainer import package_of
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
@@ -341,18 +341,6 @@ def test_tf32_of_torch_is_off_in_the_proof_only(is_new):
     assert all(precisions == during for precisions in seen[True])
     assert seen[False]
     assert all("tf32" not in precisions for precisions in seen[False])
-
-
-def test_host_says_which_private_names_are_missing():
-    trainer = make_trainer()
-    assert check_host(trainer) == []
-    del trainer.fit_loop.epoch_loop.automatic_optimization
-    problems = check_host(trainer)
-    assert [p.what for p in problems] == [
-        f"`Trainer.fit_loop.epoch_loop.automatic_optimization.{name}`"
-        for name in ("_make_closure", "_optimizer_step", "_skip_backward", "_training_step")
-    ]
-    assert "Install lightning" in problems[0].fix
 
 
 def test_host_refuses_what_is_no_trainer():

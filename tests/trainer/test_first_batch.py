@@ -29,7 +29,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.first_batch import before_strategy_setup, first_batch
-from lightning_memsave.trainer.trainer import check_host, data_connector_of
 from tests.callbacks.lit import PACKAGES, Vectors, make_lit, make_trainer
 from tests.cases import WIDTH
 from tests.helpers import seed_all
@@ -749,13 +748,3 @@ def test_warnings_of_lightning_come_once(package):
         counts.append(sorted(str(warning.message) for warning in caught))
     assert counts[0] == counts[1]
     assert any("requested to overfit" in message for message in counts[0])
-
-
-@packages
-def test_a_missing_function_of_lightning_is_named(package, monkeypatch):
-    trainer = make_trainer(package)
-    assert check_host(trainer) == []
-    monkeypatch.delattr(data_connector_of(trainer), "_process_dataloader")
-    (problem,) = check_host(trainer)
-    module = f"{package.__name__}.trainer.connectors.data_connector"
-    assert problem.what == f"`{module}._process_dataloader`"
