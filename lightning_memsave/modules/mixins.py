@@ -6,7 +6,6 @@ mixins of a module share one callback.
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
-from weakref import WeakSet
 
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
@@ -19,9 +18,9 @@ from lightning_memsave.trainer.trainer import PACKAGES
 
 _Callback = MemSaveCallback | GPUMemoryMonitor
 
-# A module's callback stays in the Trainer. The next module's replaces it, while a callback that the
-# user passed to the Trainer overrides a module's.
-_BROUGHT_BY_MODULES: WeakSet[_Callback] = WeakSet()
+# On a module's callback, which stays in the Trainer: the next module's replaces it, while one that
+# the user passed to the Trainer overrides a module's.
+_BROUGHT = "_memsave_brought_by_module"
 
 
 class _Cache:
@@ -91,7 +90,8 @@ class MemSaveMixin:
         arguments = self._base_arguments() | _asked_for(type(self), self)
         if arguments != cache.arguments:
             cache.arguments, cache.callbacks = arguments, _make_callbacks(arguments)
-            _BROUGHT_BY_MODULES.update(cache.callbacks)
+            for callback in cache.callbacks:
+                setattr(callback, _BROUGHT, True)
         return cache.callbacks
 
 
@@ -211,4 +211,4 @@ def _trainer_of(module: Any) -> Any:
 
 
 def _is_of_a_module(callback: object) -> bool:
-    return isinstance(callback, _Callback) and callback in _BROUGHT_BY_MODULES
+    return isinstance(callback, _Callback) and hasattr(callback, _BROUGHT)

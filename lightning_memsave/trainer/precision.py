@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,8 +28,8 @@ BF16_CAPABILITY = (8, 0)
 EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 """Reason shown for GPUs without native bfloat16."""
 
-# Precisions that this package set, so that a second fit may set another one.
-_OUR_PRECISION: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# On the Trainer: the precision that this package set, so that a second fit may set another one.
+_OURS = "_memsave_precision"
 
 
 def full_name(precision: str | int) -> str:
@@ -60,7 +59,7 @@ def precision_state(trainer: Any) -> PrecisionState:
     flag = trainer._accelerator_connector._precision_plugin_flag
     return PrecisionState(
         current=str(trainer.precision),
-        is_ours=_OUR_PRECISION.get(trainer) == str(trainer.precision),
+        is_ours=vars(trainer).get(_OURS) == str(trainer.precision),
         plugin=None if flag is None else type(flag).__name__,
         is_frozen=getattr(trainer.strategy, "_config_initialized", False),
         has_own_mixed_precision=getattr(trainer.strategy, "mixed_precision", None) is not None,
@@ -79,7 +78,7 @@ def set_precision(trainer: Any, precision: str) -> Callable[[], None]:
         connector._precision_flag = before
         raise
     trainer.strategy.precision_plugin = connector.precision_plugin = plugin
-    _OUR_PRECISION[trainer] = str(trainer.precision)
+    vars(trainer)[_OURS] = str(trainer.precision)
 
     def undo() -> None:
         if trainer.global_step != step_before or precision_state(trainer).is_frozen:
