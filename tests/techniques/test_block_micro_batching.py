@@ -16,7 +16,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 )
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.gradients import Gradients
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, make_batch, make_model
 from tests.helpers import InAutocast, assert_bitwise_equal, names_of_cache, train
@@ -198,7 +198,7 @@ class TestMemory:
 
     def test_weights_come_once_however_many_parts_there_are(self, monkeypatch):
         calls: Counter[str] = Counter()
-        for owner, name in ((Copies, "to_device"), (Part, "receive_gradient")):
+        for owner, name in ((Copies, "to_device"), (Gradients, "receive")):
             original = getattr(owner, name)
 
             def count(*args: Any, name: str = name, original: Any = original, **how: Any) -> Any:
@@ -217,7 +217,7 @@ class TestMemory:
             model(make_batch(0)).backward()
             seen.append(dict(calls))
         # Four blocks each way, but the last stays in between; the rest is there and is unchanged.
-        assert seen == 2 * [{"to_device": 7, "receive_gradient": len([*model.parameters()])}]
+        assert seen == 2 * [{"to_device": 7, "receive": len([*model.parameters()])}]
 
     def test_an_input_goes_to_the_host_once(self):
         host = []

@@ -316,7 +316,7 @@ class EvaluationSetting(Setting):
         """Split by what is proven; ask where nothing is yet, or weightings do not agree."""
         runner, proof = self._runner, self._proofs.get(which, Proof())
         assert runner is not None, "batches run between `apply` and `undo`"
-        runner.weightings, runner.whole = proof.weightings, proof.whole
+        runner.use(proof.weightings, proof.whole)
         runner.prove = None if which in self._proofs else prove_it
         runner.tell_apart = prove_it if len(proof.weightings) > 1 else None
 

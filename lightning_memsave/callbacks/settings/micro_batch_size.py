@@ -37,7 +37,11 @@ from lightning_memsave.errors import (
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
-from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
+from lightning_memsave.techniques.micro_batching.runner import (
+    MicroBatchRunner,
+    Splitting,
+    samples_of,
+)
 from lightning_memsave.techniques.micro_batching.technique import (
     MicroBatching,
     check_repeatable,
@@ -206,11 +210,13 @@ class MicroBatchSetting(Setting):
         runner = self.technique.make_runner(functools.partial(self._agree, trainer))
         if self.is_auto:
             runner.size = None if self.is_kept_whole else self.size
-        runner.may_shrink = not self.is_kept_whole
+        if self.is_kept_whole:
+            runner.keep_whole()
+        else:
+            runner.require_proof()
         # The note below the error says what the other settings can still do.
         budget = '`budget="auto"`, ' if self.is_in_budget else ""
         runner.advice = f"Use {budget}shorter samples or a smaller model."
-        runner.needs_proof = runner.may_shrink
         runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
         return runner
@@ -230,7 +236,7 @@ class MicroBatchSetting(Setting):
         """Prove how losses are weighted, unless that is known or will not matter."""
         if self.runner is None:
             self.runner = self._make_runner(trainer, pl_module)
-        is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
+        is_open = self.runner.splitting is Splitting.UNPROVEN and not self.proof.reason
         if is_open and self._may_be_split(trainer, parts.batch):
             self._start_proof(trainer, pl_module, parts)
         return self.runner
@@ -274,7 +280,7 @@ class MicroBatchSetting(Setting):
                 raise MemoryExhaustedError(describe_failed_window(self.advise))
             parts.forget()
 
-        if runner.needs_proof and not self.proof.is_settled:
+        if runner.splitting is not Splitting.WHOLE and not self.proof.is_settled:
             runner.tell_apart = functools.partial(self._tell_apart, trainer, pl_module, parts)
         try:
             runner.run(
@@ -342,9 +348,8 @@ class MicroBatchSetting(Setting):
         assert runner is not None, "batches pass with a runner"
         tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(batch))]
         if any(map(is_fake, tensors)):  # for a prediction
-            runner.whole = find_shared_leaves(batch)[0]
-            runner.weightings = [Weighting("weighted equally", lambda part: 1.0)]
-            runner.needs_proof = False
+            equal = Weighting("weighted equally", lambda part: 1.0)
+            runner.use([equal], find_shared_leaves(batch)[0])
             return
         proof = self.prove(trainer, pl_module, parts, None)
         if proof.reason and not self.is_auto:
@@ -363,7 +368,7 @@ class MicroBatchSetting(Setting):
             self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
         elif proof.weightings:
             self.proof = proof
-            runner.weightings, runner.whole = proof.weightings, proof.whole
+            runner.use(proof.weightings, proof.whole)
             self._show(trainer, pl_module)
         else:
             return
@@ -392,7 +397,8 @@ class MicroBatchSetting(Setting):
         proof = self.prove(trainer, pl_module, parts, self.proof)
         if proof.weightings:
             assert self.runner is not None, "the first proof has made it"
-            self.proof, self.runner.weightings = proof, proof.weightings
+            self.proof = proof
+            self.runner.use(proof.weightings, self.runner.whole)
             others = [w.text for w in proof.weightings[1:]]
             self._tie = (
                 f"its samples cannot tell this from losses that are {others[0]}" if others else ""

@@ -34,12 +34,13 @@ class LoopProof:
     ) -> None:
         self._runner, self._compute_loss, self._module = runner, compute_loss, module
         self._loss_weight, self._split_batch = loss_weight, split_batch
-        runner.needs_proof = True
+        runner.require_proof()
         runner.prove, runner.tell_apart = self._prove, self._tell_apart
 
     def _prove(self, batch: Any) -> None:
         if any(map(is_fake, self._module.parameters())):  # for a prediction
-            self._runner.weightings = [Weighting("weighted equally", lambda part: 1.0)]
+            equal = [Weighting("weighted equally", lambda part: 1.0)]
+            self._runner.use(equal, self._runner.whole)
             self._runner.tell_apart = None
             return
         self._use(batch, None)
@@ -66,6 +67,6 @@ class LoopProof:
             if runner.is_auto:
                 raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
             raise IncompatibleError("micro_batching", [problem])
-        runner.weightings, runner.whole = proof.weightings, proof.whole
+        runner.use(proof.weightings, proof.whole)
         if proof.is_settled:
             runner.tell_apart = None

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from lightning_memsave.core.out_of_memory import (
     is_out_of_memory,
     phase_in,
 )
+from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -80,6 +82,24 @@ NO_LIMIT = 2**31 - 1
 """Next size of a process that did not run out of memory."""
 
 
+class Splitting(Enum):
+    """What is known of the weights by which batches are split."""
+
+    GIVEN = auto()  # nothing but what the user has given
+    WHOLE = auto()  # batches are not split when memory runs out
+    UNPROVEN = auto()  # batches pass whole until a proof finds weightings
+    PROVEN = auto()
+
+
+_SPLITTING = {
+    Splitting.GIVEN: (Splitting.GIVEN, Splitting.WHOLE, Splitting.UNPROVEN, Splitting.PROVEN),
+    Splitting.WHOLE: (),
+    Splitting.UNPROVEN: (Splitting.UNPROVEN, Splitting.PROVEN),
+    # Another dataloader's are not known yet, or a further batch has left none.
+    Splitting.PROVEN: (Splitting.PROVEN, Splitting.UNPROVEN, Splitting.GIVEN),
+}
+
+
 class PassPart(Protocol):
     """Runs forward and backward of one micro-batch."""
 
@@ -101,16 +121,13 @@ class MicroBatchRunner:
         """Whether the size shrinks when memory runs out."""
         self.size: int | None = None if self.is_auto else size
         """Samples per micro-batch; ``None`` for the whole batch."""
-        self.may_shrink = True
-        """Whether a batch that ran out of memory may be repeated with a smaller size."""
+        self.splitting = self._without_proof = Splitting.GIVEN
         self.retries: list[str] = []
         """One line for each out-of-memory error."""
         self.weightings: Sequence[Weighting] = ()
         """Possible weightings of losses; the first one is used if they differ."""
         self.whole: frozenset[Path] = frozenset()
         """Leaves of batches that are shared by all micro-batches."""
-        self.needs_proof = False
-        """Whether batches are not split as long as there are no weightings."""
         self.prove: Callable[[Any], object] | None = None
         """Called with a batch that will be split, as long as there are no weightings."""
         self.tell_apart: Callable[[Any, bool], bool] | None = None
@@ -127,11 +144,28 @@ class MicroBatchRunner:
         """Why batches cannot be repeated: saving or restoring the module's state has failed."""
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
+    def _become(self, splitting: Splitting) -> None:
+        self.splitting = next_state(self.splitting, splitting, _SPLITTING)
+
+    def keep_whole(self) -> None:
+        """Repeat batches that run out of memory as they are."""
+        self._become(Splitting.WHOLE)
+
+    def require_proof(self) -> None:
+        """Split no batch as long as there are no weightings."""
+        self._without_proof = Splitting.UNPROVEN
+        self._become(Splitting.UNPROVEN)
+
+    def use(self, weightings: Sequence[Weighting], whole: frozenset[Path]) -> None:
+        """Split by what a proof has found, if it has."""
+        self._become(Splitting.PROVEN if weightings else self._without_proof)
+        self.weightings, self.whole = weightings, whole
+
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
         """Split a batch into micro-batches."""
         if self.size is not None and self.prove is not None and not self.weightings:
             self.prove(batch)
-        if self.size is None or (self.needs_proof and not self.weightings):
+        if self.size is None or self.splitting is Splitting.UNPROVEN:
             return [batch], [1.0], [None]
         parts = split_batch_with(self._split_batch, batch, self.size, self.whole)
         shares = self._shares(batch, parts)
@@ -181,7 +215,8 @@ class MicroBatchRunner:
                 return
             next_size = NO_LIMIT
             if failure is not None:
-                next_size = self.size_of(batch) // 2 if self.may_shrink else 0
+                is_whole = self.splitting is Splitting.WHOLE
+                next_size = 0 if is_whole else self.size_of(batch) // 2
             size = self._agree(next_size)
             if size == NO_LIMIT:
                 return
@@ -246,9 +281,9 @@ class MicroBatchRunner:
 
     def _report(self, failure: "_Failure | None") -> str:
         why = failure.line if failure else "another process ran out of memory"
-        if not self.may_shrink:
+        if self.splitting is Splitting.WHOLE:
             return f"Out of memory, and micro-batches would change results: {why}\n{self.advice}"
-        if self.needs_proof and not (self.weightings or self.prove):  # each attempt was whole
+        if self.splitting is Splitting.UNPROVEN and self.prove is None:  # each attempt was whole
             return (
                 "Out of memory, and the batch cannot be split: how its loss is weighted cannot be "
                 f"proven as long as the loss of its first samples is 0: {why}\n{self.advice}"

@@ -1,27 +1,69 @@
 """Parameters that wait on the host together."""
 
 import contextlib
-import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
+from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.flat_memory import in_order, num_owners, shares_memory
+from lightning_memsave.techniques.offloading.gradients import Gradients
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from lightning_memsave.techniques.tiled_steps import Weights
 
 _Versions = tuple[int, list[tuple[int, int]]]
+
+
+class Place(Enum):
+    """Where the parameters of a part are."""
+
+    HOST = auto()
+    SENT = auto()  # on the host, with copies on the device or on their way there
+    DEVICE = auto()
+    TAKEN_BACK = auto()  # on the device, and what forward has written is on the host
+    # From one to another: `send`, `enter`, `take_back`, `leave`, and `drop` or another type.
+
+
+_MOVES = {
+    Place.HOST: (Place.SENT,),
+    Place.SENT: (Place.SENT, Place.DEVICE, Place.HOST),
+    Place.DEVICE: (Place.TAKEN_BACK,),
+    Place.TAKEN_BACK: (Place.SENT,),
+}
+
+
+class Writes(Enum):
+    """Whether it is known which parameters forward writes in ways that torch does not count."""
+
+    UNKNOWN = auto()
+    COMPARED = auto()  # in a training pass, whose weights are all compared with those on the host
+    KNOWN = auto()  # a training pass has shown it
+
+
+_FINDINGS = {
+    Writes.UNKNOWN: (Writes.UNKNOWN, Writes.COMPARED, Writes.KNOWN),
+    Writes.COMPARED: (Writes.COMPARED, Writes.UNKNOWN),
+    Writes.KNOWN: (Writes.KNOWN,),
+}
+
+
+class Stored(Enum):
+    """How weights are kept on the host."""
+
+    WHOLE = auto()
+    HALVES = auto()  # those that are split
+
+
+_STORING = {Stored.WHOLE: (Stored.HALVES,), Stored.HALVES: (Stored.WHOLE,)}
 
 
 class Part:
@@ -38,20 +80,17 @@ class Part:
     ) -> None:
         self.params = tuple(params)
         self.is_streamed = is_streamed
-        self.is_on_device = False
         self.num_uses = 0
         """How often its block was called since the last backward pass."""
         self._memory = memory
         self._positions = {id(param): index for index, param in enumerate(self.params)}
         self._weights = memory.tensors_like(self.params)
         self._forms = [torch.empty_like(weight, device="meta") for weight in self._weights]
-        self._gradients: dict[int, Tensor] = {}
-        self._received: set[int] = set()  # positions of the gradients since the part came
-        self._kept: set[int] = set()  # those that are added to gradients from before
+        self.gradients = Gradients(self.params, memory, self._forms, leave_together=is_streamed)
         self._dtypes = [param.dtype for param in self.params]
         self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
         self._lower: dict[int, Tensor] = {}
-        self._is_joined = True
+        self._place, self._stored, self._writes = Place.HOST, Stored.WHOLE, Writes.UNKNOWN
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -60,17 +99,20 @@ class Part:
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
         self._entered: list[int] = []  # versions of the parameters when they came
-        self._is_taken_back = False
         self._written: set[int] = set()  # positions of those that forward writes unseen
-        self.is_proven = False
-        """Whether a training pass has shown which parameters forward writes unseen."""
-        self._is_checked = False  # in training passes only: it copies all weights to the host
-        self._nodes: list[Any] = []
         self._updates: list[Future[None]] = []
         self._adopt()
 
     def __contains__(self, param: Tensor) -> bool:
         return id(param) in self._positions
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the parameters are on the device."""
+        return self._place in (Place.DEVICE, Place.TAKEN_BACK)
+
+    def _move(self, place: Place) -> None:
+        self._place = next_state(self._place, place, _MOVES)
 
     @property
     def is_updating(self) -> bool:
@@ -127,9 +169,7 @@ class Part:
     # Data on another device gets another AccumulateGrad node, and each node calls the hooks.
     def sums_gradients_of(self, param: Tensor) -> bool:
         """Return whether a gradient is added to others: from before, or of other uses."""
-        index = self._positions[id(param)]
-        is_used_again = self.is_streamed and self.num_uses > 1
-        return is_used_again or index in self._kept or index in self._received
+        return (self.is_streamed and self.num_uses > 1) or self.gradients.adds_to(param)
 
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
@@ -143,6 +183,8 @@ class Part:
             self._are_split.add(index)
         self._lower = {}
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
+        if self._place is not Place.HOST:
+            self._move(Place.HOST)
 
     def note_change(self) -> None:
         """Note that weights have changed on the host, as kernels do it that torch does not see."""
@@ -194,6 +236,7 @@ class Part:
             for copy in self._on_device:
                 mark_as("parameter", copy)
             self._sole_owners = num_owners(self._on_device)
+        self._move(Place.SENT)
         self._wait_for_copies = copies.to_device(self._on_device, self._to_send)
         self._sent = self._versions()
 
@@ -214,40 +257,39 @@ class Part:
             self._wait_for_copies = None
         for param, copy in zip(self.params, self._on_device, strict=True):
             param.data = copy
-        self.is_on_device, self._is_taken_back = True, False
+        self._move(Place.DEVICE)
         self._entered = [param._version for param in self.params]
 
     def watch_gradients(self) -> None:
         """Put gradients from before aside when autograd is about to add others to them."""
-        self._is_checked = not self.is_proven
-        if self._nodes:
-            return
-        for param in self.params:
-            if param.requires_grad:
-                node = get_gradient_edge(param).node
-                # It holds the parameter, but the parameter does not hold it.
-                node.register_prehook(functools.partial(_keep, weakref.ref(self), param))
-                self._nodes.append(node)  # lest it is made anew before a graph holds it
+        if self._writes is not Writes.KNOWN:  # it copies all weights to the host
+            self._writes = next_state(self._writes, Writes.COMPARED, _FINDINGS)
+        self.gradients.watch()
 
     def leave(self) -> None:
         """Let the parameters be on the host again."""
         if not self.is_on_device:
             return
         self.take_back()
-        self._is_checked = False
-        self._nodes.clear()
+        if self._writes is Writes.COMPARED:
+            self._writes = next_state(self._writes, Writes.UNKNOWN, _FINDINGS)
+        self.gradients.stop_watching()
         for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
-        self.is_on_device = False
+        self._move(Place.SENT)
         self.drop()
+
+    def know_writes(self) -> None:
+        """Note that a training pass has shown which parameters forward writes unseen."""
+        self._writes = next_state(self._writes, Writes.KNOWN, _FINDINGS)
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def take_back(self) -> None:
         """Take to the host what forward has written into weights on the device, before updates."""
-        if self._is_taken_back or not self.is_on_device:
+        if self._place is not Place.DEVICE:
             return
-        self._is_taken_back = True
+        self._move(Place.TAKEN_BACK)
         found = [(i, self.params[i].data, self._to_send[i]) for i in self._find_written()]
         if not found:
             return
@@ -263,7 +305,7 @@ class Part:
 
     def _find_written(self) -> list[int]:
         for index, (param, sent) in enumerate(zip(self.params, self._to_send, strict=True)):
-            if self._is_checked and not is_fake(param):
+            if self._writes is Writes.COMPARED and not is_fake(param):
                 with host_copies():
                     if not torch.equal(param.data.cpu(), sent):  # torch does not count `.data`
                         self._written.add(index)
@@ -280,7 +322,7 @@ class Part:
         A block that is not recomputed keeps views of its weights for backward: to free and to bring
         back the rest would need more memory, not less.
         """
-        if not self.is_streamed or self.is_on_device:
+        if not self.is_streamed or self._place is not Place.SENT:
             return
         if num_owners(self._on_device) > self._sole_owners:
             return
@@ -288,49 +330,7 @@ class Part:
             self._wait_for_copies()
             self._wait_for_copies = None
         self._on_device = []
-
-    def show_gradients(self) -> None:
-        """Let parameters on the host have the gradients that came."""
-        for index in self._received:
-            self.params[index].grad = self._gradients[index]
-        self._received.clear()
-        self._kept.clear()
-
-    @property
-    def has_new_gradients(self) -> bool:
-        """Whether gradients came, or were about to, that parameters do not have yet."""
-        return bool(self._received or self._kept)
-
-    def forget_gradients(self) -> None:
-        """Forget the gradients that came."""
-        self._received.clear()
-        self._kept.clear()
-
-    def keep_gradient(self, param: nn.Parameter) -> None:
-        """Put the gradient from before aside, as autograd is about to add another one to it."""
-        if param.grad is None:
-            return
-        index = self._positions[id(param)]
-        if index in self._received:
-            return
-        gradient = self._gradient_memory()[index]
-        if not shares_memory(param.grad, gradient):
-            with host_copies():
-                gradient.copy_(param.grad)
-        param.grad = None
-        self._kept.add(index)
-
-    def receive_gradient(self, param: nn.Parameter, copies: Copies) -> None:
-        """Move a gradient to the host."""
-        assert param.grad is not None, "hooks run when there is a gradient"
-        index = self._positions[id(param)]
-        adds = index in self._received or index in self._kept
-        copies.begin_group(self)
-        copies.to_host(self._gradient_memory()[index], param.grad, adds=adds)
-        param.grad = None
-        self._received.add(index)
-        if self.is_streamed and len(self._received) == sum(p.requires_grad for p in self.params):
-            copies.begin_group(None)  # its weights leave, too
+        self._move(Place.HOST)
 
     def convert(self, changed: Iterable[Tensor] | None = None) -> None:
         """Convert weights that have changed to the types of the device."""
@@ -354,14 +354,14 @@ class Part:
 
     def keep_halves(self) -> None:
         """Keep weights that were joined in two halves again."""
-        if self._are_split and self._is_joined:
+        if self._are_split and self._stored is Stored.WHOLE:
             self.convert()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def join(self) -> None:
         """Let all weights on the host be whole, where they may be changed."""
-        if self._is_joined:
+        if self._stored is Stored.WHOLE:
             return
         own = sorted(self._are_split)
         # Not of the memory that is locked for a GPU: it does not copy these weights.
@@ -370,7 +370,8 @@ class Part:
             for index, weight in zip(own, whole, strict=True):
                 join_weight(self._to_send[index], self._lower[index], weight)
         self._replace_weights(dict(zip(own, whole, strict=True)))
-        self._is_joined, self._converted = True, None
+        self._stored = next_state(self._stored, Stored.WHOLE, _STORING)
+        self._converted = None
         self.note_change()
 
     def _convert_to_halves(self) -> None:
@@ -389,7 +390,7 @@ class Part:
                     halves = self._memory.tensors_like(forms, [dtype] * len(own))
                     for index, half in zip(own, halves, strict=True):
                         into[index] = half
-            if self._is_joined:
+            if self._stored is Stored.WHOLE:
                 for index in own:
                     split_weight(self._weights[index], self._to_send[index], self._lower[index])
                 empty = torch.empty((), dtype=torch.float32, device="meta")
@@ -400,7 +401,7 @@ class Part:
                         for index, each in zip(own, nan, strict=True)
                     }
                 )
-                self._is_joined = False
+                self._stored = next_state(self._stored, Stored.HALVES, _STORING)
 
     def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
         for index, weight in weights.items():
@@ -411,22 +412,13 @@ class Part:
     def release(self, device: torch.device) -> None:
         """Give the parameters memory of their own, as they had before."""
         self.leave()
-        self.show_gradients()
+        self.gradients.show()
         self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
             grad, param.grad = param.grad, None
             param.data = torch.empty_like(weight, device=device).copy_(weight)
             if grad is not None:
                 param.grad = grad.to(device, copy=True)
-
-    # Of frozen parameters from when they are trained on.
-    def _gradient_memory(self) -> dict[int, Tensor]:
-        trained = (index for index, param in enumerate(self.params) if param.requires_grad)
-        missing = [index for index in trained if index not in self._gradients]
-        if missing:
-            made = self._memory.tensors_like([self._forms[index] for index in missing])
-            self._gradients.update(zip(missing, made, strict=True))
-        return self._gradients
 
     # Somebody may have given a parameter other data, as `Module.to` does.
     def _adopt(self) -> None:
@@ -440,14 +432,6 @@ class Part:
     def _versions(self) -> _Versions:
         pairs = zip(self.params, self._weights, strict=True)
         return self._num_changes, [(p._version, w._version) for p, w in pairs]
-
-
-# Of the node that accumulates a gradient: hooks of the parameter are also called by
-# `torch.autograd.grad`, which accumulates none.
-def _keep(part: "weakref.ref[Part]", param: nn.Parameter, _: object) -> None:
-    own = part()
-    if own is not None:
-        own.keep_gradient(param)
 
 
 # Another type makes a new node for its gradient, of which nothing here knows.

@@ -26,7 +26,7 @@ _NO_TASK = -1
 
 
 class Taker(Protocol):
-    """Takes gradients in the place of `Part.receive_gradient`."""
+    """Takes gradients in the place of `Gradients.receive`."""
 
     def take(self, param: nn.Parameter, part: Part) -> bool:
         """Take a complete gradient, or return False."""
@@ -129,15 +129,16 @@ class Residence:
 
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
-        if any(part.has_new_gradients for part in self.parts):
+        if any(part.gradients.have_come for part in self.parts):
             self.copies.finish()
         else:
             self.copies.let_go()
         for part in self.parts:
             part.leave()
             part.drop()
-            part.show_gradients()
-            part.is_proven |= self._has_graph and part in self._came
+            part.gradients.show()
+            if self._has_graph and part in self._came:
+                part.know_writes()
         if self._came:
             if self._has_graph:  # without one, modules called one by one are a pass each
                 others = [part for part in self.parts if part not in self._came]
@@ -249,7 +250,7 @@ class Residence:
         if self.device.type == "cuda" and (param.grad is None or not param.grad.is_cuda):
             raise IncompatibleError("offloading", [self._used_on_host(param)])
         if not any(taker.take(param, part) for taker in self.takers):
-            part.receive_gradient(param, self.copies)
+            part.gradients.receive(param, self.copies)
 
     def _note_gradients(self) -> None:
         grads = [part.params[0].grad for part in self.tables]
@@ -350,10 +351,10 @@ class Residence:
     # A backward pass that has failed did not come to its end, where gradients are shown. Whoever
     # goes on has reset all gradients, and expects none of those.
     def _forget_failed_pass(self) -> None:
-        if any(part.has_new_gradients for part in self.parts):
+        if any(part.gradients.have_come for part in self.parts):
             self.copies.finish()
             for part in self.parts:
-                part.forget_gradients()
+                part.gradients.forget()
 
     def end(self) -> None:
         """Note that it ends."""

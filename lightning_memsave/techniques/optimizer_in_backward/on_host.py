@@ -115,7 +115,7 @@ class UpdatesInBackward(GradientUpdates):
             form = part.form_of(param, None if self._clips else grad.dtype)
             gradients, slab = self._room_for(part, form)
             gradients[param] = slab.take(form)
-            residence.copies.begin_group(part)
+            residence.copies.begin_group(part.gradients)
             residence.copies.to_host(gradients[param], grad, adds=False)
             param.grad = None
             if len(gradients) == sum(p.requires_grad for p in part.params):
