@@ -1,11 +1,12 @@
 """The private names of torch, Lightning and transformers that are used here, checked at setup."""
 
+import contextlib
 import dis
 import functools
 import importlib.metadata
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from lightning_memsave.errors import Problem
@@ -170,7 +171,16 @@ def _has(trainer: Any, owner: str, name: str) -> bool:
 def _is_set_by(cls: type[Any], name: str) -> bool:
     found = [value for base in cls.__mro__ for value in vars(base).values()]
     found += [value.fset for value in found if isinstance(value, property)]
-    return any(_sets(f.__code__, name) for f in found if isinstance(f, types.FunctionType))
+    return any(_sets(code, name) for value in found for code in _codes_of(value))
+
+
+# torch.compile, DeepSpeed and others put functions around `Module.__init__`.
+def _codes_of(function: Any, depth: int = 4) -> Iterator[types.CodeType]:
+    if isinstance(function, types.FunctionType):
+        yield function.__code__
+        for cell in (function.__closure__ or ()) if depth else ():
+            with contextlib.suppress(ValueError):  # it is empty
+                yield from _codes_of(cell.cell_contents, depth - 1)
 
 
 def _sets(code: types.CodeType, name: str) -> bool:

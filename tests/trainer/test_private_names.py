@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +134,17 @@ def test_what_is_not_loaded_is_not_missed(monkeypatch):
     assert check_names(make_trainer(lightning.pytorch), ALL) == []
 
 
-def test_the_check_takes_less_than_a_millisecond():
-    trainer = make_trainer(lightning.pytorch)
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        check_names(trainer, ALL)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1e-3
+def test_what_replaces_a_function_hides_no_name(monkeypatch):
+    """`torch.compile` puts its own function around `Module.__init__`, for all that follows."""
+    init = nn.Module.__init__
+
+    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__init__", marked)
+    private_names._is_set_by.cache_clear()
+    assert check_names(make_trainer(lightning.pytorch), ALL) == []
+    private_names._is_set_by.cache_clear()
 
 
 def test_tested_versions_are_those_that_are_installed_for_tests():
