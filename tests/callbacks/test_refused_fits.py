@@ -123,7 +123,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", REFUSALS)
-@pytest.mark.daily(10)
+@pytest.mark.turns(10)
 def test_leaves_trainer_and_module_as_they_were(name, package):
     settings, change, message = REFUSALS[name]
     lit = make_lit(PACKAGES[package])

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing
@@ -177,9 +178,11 @@ def _allocated(architecture: Architecture, technique: str) -> ProfilerPeak:
     optimizer = module.make_optimizer([p for p in module.parameters() if p.requires_grad])
     limit = dict(architecture.trainer_arguments).get("gradient_clip_val")
 
+    sees_gradients = type(module).on_before_zero_grad is not LightningModule.on_before_zero_grad
+
     # In the order of Lightning; with settings, gradients are freed early, unless a hook sees them.
     def step() -> None:
-        frees_early = technique != "nothing" and "on_before_zero_grad" not in vars(type(module))
+        frees_early = technique != "nothing" and not sees_gradients
         if frees_early:
             optimizer.zero_grad()
         for index in range(2 if technique == "accumulation" else 1):
