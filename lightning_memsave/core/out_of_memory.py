@@ -32,7 +32,7 @@ _WORDS = re.compile(
 _CONTEXT_LOST = re.compile(
     r"illegal memory access|device-side assert triggered|misaligned address"
     r"|unspecified launch failure|launch timed out|illegal instruction|invalid program counter"
-    r"|operation not supported on global/shared address space|hardware preset error"
+    r"|operation not supported on global/shared address space|hardware stack error"
     r"|uncorrectable ECC error"
 )
 

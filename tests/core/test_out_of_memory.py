@@ -99,7 +99,7 @@ LOST = {
     "instruction": "an illegal instruction was encountered",
     "program counter": "invalid program counter",
     "address space": "operation not supported on global/shared address space",
-    "preset": "hardware preset error",
+    "stack": "hardware stack error",
     "ECC": "uncorrectable ECC error encountered",
 }
 

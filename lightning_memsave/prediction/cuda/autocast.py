@@ -47,7 +47,7 @@ _LOWER = _names("""
     rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
 """)
 # Only on the CPU's lists, without effect on memory: in low precision both ways, or refused if
-# types differ. Not so `cat` and `preset`, which on CUDA copy each type into the result.
+# types differ. Not so `cat` and `stack`, which on CUDA copy each type into the result.
 _UNCHANGED = _names("""
     _addmm_activation _native_multi_head_attention mkldnn_rnn_layer conv1d.padding conv2d.padding
     conv3d.padding index_copy
