@@ -24,7 +24,11 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import Optimiz
 from tests.helpers import MakeOptimizer, adamw, seed_torch
 from tests.virtual_gpu import counters
 
-DEVICE = "cuda" if counters.is_on else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where models and batches are: on the GPU, real or virtual, where the tests run on one."""
+ON_A_REAL_GPU = DEVICE == "cuda" and not counters.is_on
+"""There the kernels of the host, which offloading updates with, round otherwise than those of the
+device."""
 
 
 def fused(make: MakeOptimizer, *techniques: Technique[Any]) -> MakeOptimizer:
@@ -42,8 +46,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 FUSED: dict[MakeOptimizer, MakeOptimizer] = {
     make: functools.partial(make, fused=True) for make in (adamw, sgd)
 }
-"""Where models and batches are: on the virtual GPU, where the tests run on it."""
-ON_CUDA_TOO = [pytest.mark.gpu] if counters.is_on else []
+ON_CUDA_TOO = [pytest.mark.gpu] if DEVICE == "cuda" else []
 """Marks of files all of whose tests then are tests of CUDA."""
 WIDTH = 64  # 64 x 64 weights have 4,096 elements, so that their optimizer state can be 8-bit
 

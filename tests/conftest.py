@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave.prediction.fake.tensors import cached_functions
 from tests.helpers import seed_torch, set_other_defaults
+from tests.virtual_gpu import counters
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Fake tensors come and go by the thousand in a prediction: the collector runs twice as long with
@@ -197,6 +198,15 @@ def only_own_tensors() -> None:
     """Hide what other tests have left in this process, where all that is alive is looked for."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def share_of_a_real_gpu(request: pytest.FixtureRequest) -> None:
+    """Let none of the workers take what the others need: some tests fill all that there is."""
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    is_real = torch.cuda.is_available() and not counters.is_on
+    if is_real and num_workers > 1 and request.node.get_closest_marker("gpu"):
+        torch.cuda.set_per_process_memory_fraction(0.8 / num_workers)
 
 
 def _sync_debug_mode() -> int:

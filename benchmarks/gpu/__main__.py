@@ -132,7 +132,8 @@ class Line:
 
 
 def _waits(step: Step) -> bool:
-    return step.command[0].startswith("benchmarks.gpu.") and not step.is_parallel
+    is_ours = step.command[0].startswith(("benchmarks.gpu.", "benchmarks.ladder."))
+    return is_ours and not step.is_parallel
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

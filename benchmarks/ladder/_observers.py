@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from benchmarks._paired import StepClock
 from benchmarks._profiler import AllocationPeak
+from benchmarks.gpu._lines import wait_for_turn
 from benchmarks.ladder._rows import Workload
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlDevice
@@ -108,6 +109,7 @@ class Meter(Observer):
 
     def begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Remember what is trained, and let both trainers draw the same dropout."""
+        wait_for_turn()
         self._module, self._optimizers = module, list(optimizers)
         torch.manual_seed(0)
 

@@ -27,6 +27,11 @@ _WORDS = re.compile(
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 
+# These have other reasons too: they count only if the driver has nothing left to give (seen on an
+# H100 for convolutions, LSTMs and Fourier transforms).
+_WORDS_IF_FULL = re.compile(r"CUDNN_STATUS_INTERNAL_ERROR|CUFFT_EXEC_FAILED")
+_FULL_BYTES = 64 * 2**20
+
 # After these, the device cannot be used until the process is restarted (CUDA runtime API,
 # `cudaError`).
 _CONTEXT_LOST = re.compile(
@@ -132,4 +137,16 @@ def _says_it(error: BaseException) -> bool:
         return True
     # Errors of this package quote the original message.
     is_ours = type(error).__module__.startswith("lightning_memsave.")
-    return isinstance(error, RuntimeError) and not is_ours and bool(_WORDS.search(str(error)))
+    if is_ours or not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    return bool(_WORDS.search(said)) or (bool(_WORDS_IF_FULL.search(said)) and _is_gpu_full())
+
+
+def _is_gpu_full() -> bool:
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        return torch.cuda.mem_get_info()[0] < _FULL_BYTES
+    except RuntimeError:  # of a context that is lost
+        return False

@@ -1068,11 +1068,12 @@ def test_a_gpu_that_really_runs_out():
     callback = only("auto")
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
+    before = torch.cuda.get_per_process_memory_fraction()
     torch.cuda.set_per_process_memory_fraction((2**28 + torch.cuda.memory_reserved()) / total)
     try:
         shrunk = fit(wide_lit(), callback, accelerator="gpu", limit_val_batches=0)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(before)
     size = callback._micro_batches.size
     assert size in {8192, 4096, 2048}
     parts = fit(wide_lit(), only(size), accelerator="gpu", limit_val_batches=0)

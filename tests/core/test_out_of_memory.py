@@ -110,6 +110,9 @@ SOMETHING_ELSE = {
     "a user's class": WrappedError("out of memory"),
     "a library's own words": RuntimeError("gloo: out of memory while pairing"),
     "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    "cuDNN fails on a GPU that has memory": RuntimeError(
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"
+    ),
     "cuBLAS executes": RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"),
     "ours": MemoryExhaustedError("Out of memory with one sample at once: CUDA out of memory."),
     "interrupt": KeyboardInterrupt(),

@@ -297,6 +297,25 @@ def test_frozen_blocks_without_gradients_add_no_work():
     assert not model(make_batch(0)).requires_grad
 
 
+class Fails(Block):
+    def forward(self, x: Any, **kwargs: Any) -> Any:
+        super().forward(x, **kwargs)
+        raise ValueError("no such token")
+
+
+@pytest.mark.parametrize("which", ["all", "nested", "selective"])
+def test_an_error_leaves_no_hooks_behind_while_somebody_keeps_it(which):
+    """As a notebook does: all that is saved from then on would go through them."""
+    model = make_model("dropout").train()
+    for block in model.blocks:
+        block.__class__ = Fails
+    ActivationCheckpointing(which).apply(model)
+    with pytest.raises(ValueError, match="no such token") as kept:
+        model(make_batch(0))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    del kept
+
+
 def test_gradients_of_gradients_work():
     model: Any = make_model("batch_norm").train().double()
     batch = make_batch(0).double()

@@ -1,7 +1,10 @@
 """A few of the out-of-memory errors of `benchmarks.virtual_gpu.out_of_memory`, which has 300."""
 
 import pytest
+import torch
 
+from lightning_memsave.core.out_of_memory import is_out_of_memory
+from tests.virtual_gpu import counters
 from tests.virtual_gpu.processes import run_python
 
 pytestmark = pytest.mark.gpu
@@ -54,3 +57,17 @@ def test_knows_that_the_module_itself_did_not_fit(found):
     first, second, *_ = report["advice"]
     assert "Empty `self.fit.taken`" in first  # what the test itself takes, in a callback
     assert 'offload="parameters"' in second
+
+
+@pytest.mark.parametrize("words", ["cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "CUFFT_EXEC_FAILED"])
+def test_words_that_have_other_reasons_count_where_the_gpu_is_full(words):
+    """Seen on an H100 whose memory was taken: `benchmarks.gpu`, `words_of_a_full_gpu`."""
+    held = torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info(held.device)
+    assert not is_out_of_memory(RuntimeError(words))
+    counters.set_memory(total - free + 2**22)
+    try:
+        assert is_out_of_memory(RuntimeError(words))
+        assert not is_out_of_memory(ValueError(words))
+    finally:
+        counters.set_memory(total)

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import functools
+import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,12 +260,25 @@ def recompute(
     buffers = ChangedBuffers(modules)
     if buffers.can_change:
         context_fn = functools.partial(buffers.contexts, context_fn)
-    output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
+    try:
+        output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
+    except BaseException as error:
+        _leave_checkpoint(error)
+        raise
     call.end_first()
     for results in kept:
         save_through_hooks(results)
     buffers.learn()
     return output
+
+
+# Before torch 2.13 the hooks of `checkpoint` stay in the thread, for all that it saves from then
+# on, until the frame is gone; and a notebook keeps the last error.
+def _leave_checkpoint(error: BaseException) -> None:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        generator = frame.f_locals.get("gen")
+        if frame.f_code.co_name == "checkpoint" and inspect.isgenerator(generator):
+            generator.close()
 
 
 # `functional_call` replaces parameters by tensors; transforms wrap the arguments of a block.
