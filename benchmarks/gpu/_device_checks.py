@@ -266,9 +266,16 @@ def words_of_a_full_gpu(device: str) -> Iterator[Found]:
         except Exception as error:
             first = str(error).splitlines()[:1]
             said = {"raised": type(error).__name__, "words": first, "is": is_out_of_memory(error)}
-            yield {"case": case, **said}
+            yield {"case": case, **said, "free_mib": _free_mib(device)}
         else:
             yield {"case": case, "raised": None}
+
+
+def _free_mib(device: str) -> float | str | None:
+    try:
+        return torch.cuda.mem_get_info()[0] / MIB if device == "cuda" else None
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
 
 
 CHECKS = {

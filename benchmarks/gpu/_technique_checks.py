@@ -16,6 +16,7 @@ from benchmarks.gpu._measure import (
     limit_to,
     peak_mib,
     relative_error,
+    synchronize,
     time_of,
 )
 from lightning_memsave import (
@@ -349,6 +350,25 @@ def fused_updates(device: str) -> Iterator[Found]:
         yield attempt(function.__name__, check)
 
 
+def paged_state(device: str) -> Iterator[Found]:
+    """Where the host writes and reads pages of the driver; the last line before a crash tells."""
+    weight = nn.Parameter(torch.randn(512, 512, device=device))
+    weight.grad = torch.ones_like(weight)
+    low_bit = LowBitOptimizer("paged_8bit" if device == "cuda" else "8bit")
+    optimizer = low_bit.apply(torch.optim.AdamW([weight])).target
+    saved: list[Any] = []
+    for case, act in {
+        "first step": optimizer.step,
+        "read": lambda: saved.append(copy.deepcopy(optimizer.state_dict())),
+        "second step": optimizer.step,
+        "loaded": lambda: optimizer.load_state_dict(saved[0]),
+        "step after it": optimizer.step,
+    }.items():
+        act()
+        synchronize(device)
+        yield {"case": case, "norm": weight.detach().norm().item()}
+
+
 def stochastic_rounding(device: str) -> Iterator[Found]:
     """A step of 5/2048 from 1: between two numbers of bfloat16, right on average."""
     weight = nn.Parameter(torch.ones(2**10, 2**10, device=device))
@@ -376,6 +396,7 @@ CHECKS = {
         exact_limit,
         step_costs,
         fused_updates,
+        paged_state,
         stochastic_rounding,
     )
 }

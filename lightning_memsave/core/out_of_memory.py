@@ -146,7 +146,10 @@ def _says_it(error: BaseException) -> bool:
 def _is_gpu_full() -> bool:
     if not torch.cuda.is_initialized():
         return False
-    try:
-        return torch.cuda.mem_get_info()[0] < _FULL_BYTES
-    except RuntimeError:  # of a context that is lost
-        return False
+    said = ""
+    for _ in range(2):
+        try:
+            return torch.cuda.mem_get_info()[0] < _FULL_BYTES
+        except RuntimeError as error:  # also of what failed before, which it is the first to tell
+            said = str(error)
+    return bool(_WORDS.search(said))

@@ -127,7 +127,7 @@ NAMES = (
     Names("torch.amp:GradScaler", "_unscale_grads_", "offload"),
     # The allocator's history, which torch documents under these names.
     Names("torch.cuda.memory", "_record_memory_history _snapshot"),
-    Names("torch.utils.checkpoint", "_CheckpointFrame"),
+    Names("torch.utils.checkpoint", "_CheckpointFrame _StopRecomputationError"),
     # Written so in their own documentation, or without a public form.
     Names(
         "transformers.configuration_utils:PretrainedConfig",

@@ -23,6 +23,7 @@ from lightning_memsave.errors import (
     IncompatibleError,
     NoEffectWarning,
 )
+from lightning_memsave.techniques.activation_checkpointing import recompute
 from tests.cases import WIDTH, Block, Model, make_batch, make_model
 from tests.helpers import (
     assert_bitwise_equal,
@@ -295,6 +296,14 @@ def test_frozen_blocks_without_gradients_add_no_work():
     model = make_model("dropout").requires_grad_(False).train()
     ActivationCheckpointing().apply(model)
     assert not model(make_batch(0)).requires_grad
+
+
+def test_the_end_of_a_recomputation_is_no_error(monkeypatch):
+    """What looks into frames keeps the inputs of blocks alive: seen on an H100."""
+    monkeypatch.setattr(recompute, "_leave_checkpoint", None)
+    model = WithLoss(tiny("gpt2")).train()
+    ActivationCheckpointing("nested").apply(model)
+    model(make_batch(0)).backward()
 
 
 class Fails(Block):

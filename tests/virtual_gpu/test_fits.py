@@ -104,7 +104,7 @@ CASES = {
     "8-bit": Case({"optimizer": "8bit"}, tolerance=0.05),
     "paged": Case({"optimizer": "paged_8bit"}, tolerance=0.05),
     "preset classic": Case({"preset": "classic"}, tolerance=0.05, like=HALF),
-    "defaults": Case({"preset": None}, tolerance=0.05),
+    "defaults": Case({"preset": None}, tolerance=0.05, like=HALF),
     "preset single_gpu": Case({"preset": "single_gpu"}, tolerance=0.05, like=HALF),
     "preset single_gpu, clipped": Case(
         {"preset": "single_gpu"}, {"gradient_clip_val": 1e3}, tolerance=0.05, like=HALF

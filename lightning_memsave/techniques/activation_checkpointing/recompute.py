@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
+    _StopRecomputationError,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -262,6 +263,8 @@ def recompute(
         context_fn = functools.partial(buffers.contexts, context_fn)
     try:
         output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
+    except _StopRecomputationError:  # of the block around it, which has all that it needs
+        raise
     except BaseException as error:
         _leave_checkpoint(error)
         raise
@@ -272,13 +275,17 @@ def recompute(
     return output
 
 
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
 # Before torch 2.13 the hooks of `checkpoint` stay in the thread, for all that it saves from then
 # on, until the frame is gone; and a notebook keeps the last error.
 def _leave_checkpoint(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        generator = frame.f_locals.get("gen")
-        if frame.f_code.co_name == "checkpoint" and inspect.isgenerator(generator):
-            generator.close()
+        if frame.f_code is _CHECKPOINT:
+            generator = frame.f_locals.get("gen")
+            if generator is not None:
+                generator.close()
 
 
 # `functional_call` replaces parameters by tensors; transforms wrap the arguments of a block.

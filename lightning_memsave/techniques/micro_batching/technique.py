@@ -1,6 +1,7 @@
 """Split batches into micro-batches that fit, with the gradient of the whole batch."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
@@ -234,7 +235,8 @@ class MicroBatching(Technique[Step]):
         def step(batch: Any) -> Tensor:
             losses.clear()
             runner.run(batch, pass_part, save_state=save_state, forget=forget)
-            return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            # In the order of a loop: a sum of all at once rounds otherwise on a GPU.
+            return functools.reduce(torch.add, losses)
 
         size = self.micro_batch_size
         change = (
