@@ -288,7 +288,7 @@ class MemSaveCallback(CallbackBase):
             raise IncompatibleError(type(self).__name__, problems)
         self._prediction.begin()
         if self.plan is not None:
-            self._budget.allow_changes(trainer, pl_module, self._settings)
+            self._budget.allow_changes(self._settings)
             if self.plan.plan.prediction is not None:
                 self._prediction.use(self.plan.plan.prediction)
                 self._use_prediction()

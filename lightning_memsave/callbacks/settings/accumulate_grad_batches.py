@@ -1,14 +1,14 @@
 """`accumulate_grad_batches` of `MemSaveCallback`, with the last partial window scaled right."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.micro_batches import has_batch_norm, is_among
+from lightning_memsave.callbacks.settings.micro_batches import is_among, warn_of_batch_norm
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, warn, why_beyond
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError, ExactnessWarning, Problem
@@ -49,31 +49,30 @@ class AccumulationSetting(Setting):
         self._window = _Window()
         self._is_equal = False  # batches weigh the same, as a proof has failed
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer's own value, the scheduler and manual optimization."""
-        if self.num_batches is None:
-            return []
-        own, reasons = trainer.accumulate_grad_batches, []
+    @property
+    def is_on(self) -> bool:
+        return self.num_batches is not None
+
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
+        for reason in self._reasons_against(trainer, pl_module):
+            yield Problem(self.written, *reason)
+
+    def _reasons_against(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
+        own = trainer.accumulate_grad_batches
         if not pl_module.automatic_optimization:
             name = f"`{type(pl_module).__name__}.automatic_optimization=False`"
             why = "the module steps its own optimizers, and Lightning would ignore this silently"
             fix = "Set `accumulate_grad_batches=None` and accumulate in `training_step`."
-            reasons.append((f"{name}: {why}", fix))
+            yield f"{name}: {why}", fix
         if own not in (1, self.num_batches):
             why = f"the Trainer was given `accumulate_grad_batches={own}`"
-            fix = f"Remove one of the two, or pass `accumulate_grad_batches={own}` here too."
-            reasons.append((why, fix))
+            yield why, f"Remove one of the two, or pass `accumulate_grad_batches={own}` here too."
         if has_scheduler(trainer):
             why = "the Trainer has a `GradientAccumulationScheduler`, which sets it per epoch"
-            fix = "Remove that callback, or set `accumulate_grad_batches=None` here."
-            reasons.append((why, fix))
-        return [Problem(self.written, *reason) for reason in reasons]
+            yield why, "Remove that callback, or set `accumulate_grad_batches=None` here."
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set it, or say what the Trainer does by itself."""
-        if self.num_batches is None:
-            self._show_trainers(trainer)
-            return
+        assert self.num_batches is not None, "it is on"
         own, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self.num_batches
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", own))
         details = [f"one optimizer step per {self.num_batches} batches"]
@@ -85,17 +84,13 @@ class AccumulationSetting(Setting):
             is_proven = self.micro_batches is not None and self.micro_batches.is_passing
             details.append(_WEIGHTED if is_proven else _EQUAL)
         self.show("on", *details, exactness="rounding")
-        if self.num_batches > 1 and has_batch_norm(pl_module):
-            warn(
-                trainer,
-                f"{self.written} and batch normalisation: its "
-                "statistics come from each batch alone, not from the whole window. Use a "
-                "normalisation without batch statistics, such as `nn.GroupNorm`, if that matters.",
-                ExactnessWarning,
-            )
+        if self.num_batches > 1:
+            alone = "batch alone, not from the whole window"
+            warn_of_batch_norm(trainer, pl_module, self.written, alone)
 
-    def _show_trainers(self, trainer: Any) -> None:
-        own, self.rows = trainer.accumulate_grad_batches, []
+    def stay_off(self, trainer: Any, pl_module: Any) -> None:
+        """Say what the Trainer does by itself."""
+        own = trainer.accumulate_grad_batches
         if has_scheduler(trainer) or own != 1:
             self.value = "scheduled" if has_scheduler(trainer) else str(own)
             self.show("unchanged", _LIGHTNING_SCALES)
@@ -133,15 +128,14 @@ class AccumulationSetting(Setting):
         micro_batches, window = self.micro_batches, self._window
         if micro_batches is None or not micro_batches.is_passing or parts is None or self._is_equal:
             return 1.0
-        pl_module = trainer.lightning_module
         with parts.before_start():
-            runner = micro_batches.prove_once(trainer, pl_module, parts)
+            runner = micro_batches.prove_once(trainer, parts)
             if micro_batches.proof.reason:
                 return 1.0
             shares = window.shares_of(runner.weightings_for(parts.batch), parts.batch)
             differ = any(not math.isclose(share, shares[0]) for share in shares)
             if len(runner.weightings) > 1 and not all_reduce_min(trainer, int(not differ)):
-                proof = micro_batches.settle(trainer, pl_module, parts)
+                proof = micro_batches.settle_weightings(trainer, parts)
                 if proof.reason:
                     self._is_equal = True
                     warn(trainer, f"{_ALIKE}: {proof.reason}.", ExactnessWarning)

@@ -14,8 +14,6 @@ from lightning_memsave.techniques.registry import uses_blocks
 
 
 class ActivationCheckpointingSetting(ModuleSetting):
-    """Blocks whose activations are recomputed."""
-
     name = ActivationCheckpointing.argument
     kind = ActivationCheckpointing
     shown = "which"
@@ -24,13 +22,11 @@ class ActivationCheckpointingSetting(ModuleSetting):
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
         self.blocks = arguments["blocks"]
-        """What the user named as blocks."""
         planned = () if arguments["budget"] is None else arguments["from_preset"]
         is_named = self.blocks is not None and self.name not in planned
         self.is_asked = self.is_asked or is_named
 
     def read(self) -> Any:
-        """Read which blocks."""
         wanted, blocks = self.arguments[self.name], self.arguments["blocks"]
         if wanted is not None and not isinstance(wanted, ActivationCheckpointing):
             ActivationCheckpointing.from_value(wanted)
@@ -53,7 +49,5 @@ class ActivationCheckpointingSetting(ModuleSetting):
             self.use(self.technique, pl_module)
 
     def savings(self, pl_module: Any) -> str:
-        """Say which blocks would have been recomputed."""
-        assert self.technique is not None, "only what is on can yield"
-        blocks = find_blocks(pl_module, self.technique.blocks)
+        blocks = find_blocks(pl_module, self.technique.blocks if self.technique else None)
         return f"it would free the activations of {len(blocks)} blocks" if blocks else ""

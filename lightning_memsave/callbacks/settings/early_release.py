@@ -9,15 +9,17 @@ from lightning_memsave.trainer.training_loop import release_early
 
 
 class EarlyReleaseSetting(Setting):
-    """The last step's gradients are freed before forward, unused outputs before backward."""
-
     name = "early_release"
 
+    @property
+    def is_on(self) -> bool:
+        return frees_early(self.arguments)
+
+    def stay_off(self, trainer: Any, pl_module: Any) -> None:
+        """Without a row: nothing has been given."""
+
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Change the training loop."""
-        self.rows, self.value = [], "True"
-        if not frees_early(self.arguments):
-            return
+        self.value = "True"
         if not pl_module.automatic_optimization:
             name = f"`{type(pl_module).__name__}.automatic_optimization=False`"
             self.show("off", f"{name}: the module runs its own steps")

@@ -1,6 +1,5 @@
 """Micro-batches in validation, test and prediction, which follow `micro_batch_size`."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from torch import Tensor
 from lightning_memsave.callbacks.settings.micro_batches import (
     BatchProbe,
     read_micro_batching,
+    unnoticed,
     warn_of_retry,
 )
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, why_beyond
@@ -28,10 +28,8 @@ from lightning_memsave.techniques.micro_batching.loss_weights import read_weight
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
-from lightning_memsave.trainer.distributed import alone
 from lightning_memsave.trainer.evaluation import split_evaluation_batches
 from lightning_memsave.trainer.logged_values import LoggedValues, combined
-from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.trainer import is_strategy
 
 # Kernels for one sample and for two round differently, and deep models add that up.
@@ -131,8 +129,6 @@ class _StaysWholeError(Exception):
 
 
 class EvaluationSetting(Setting):
-    """Batches of validation, test and prediction pass in micro-batches."""
-
     name = "evaluation"
     is_for_evaluation = True
 
@@ -145,8 +141,7 @@ class EvaluationSetting(Setting):
                 self.off_reason = "`evaluation=False` was given"
         self.technique: MicroBatching | None = None if self.off_reason else technique
         self.is_asked = self.technique is not None and self.technique.evaluation is True
-        size = None if self.technique is None else self.technique.micro_batch_size
-        self.value = repr("auto" if size and arguments["micro_batch_size"] == "auto" else size)
+        self.value = repr(None if self.technique is None else self.technique.micro_batch_size)
         self._whole: dict[tuple[Any, ...], str] = {}
         """Why batches of a step and DataLoader stay whole."""
         self._runner: MicroBatchRunner | None = None
@@ -154,29 +149,22 @@ class EvaluationSetting(Setting):
         self._proofs: dict[tuple[Any, ...], Proof] = {}
         self._probes: dict[tuple[Any, ...], tuple[BatchProbe, KnownChanges]] = {}
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer and the module."""
-        if self.technique is None:
-            return []
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
         what = f"`micro_batch_size={self.value}` in evaluation"
         off = "`MicroBatching(..., evaluation=False)`"
         if is_strategy(trainer, *SHARDED):
             why = "all processes communicate in every forward pass"
             fix = f"Use {off} and a smaller batch in that DataLoader."
-            return [Problem(what, f"under `{type(trainer.strategy).__name__}` {why}", fix)]
-        if trainer.world_size > 1 and not self.is_asked:
+            yield Problem(what, f"under `{type(trainer.strategy).__name__}` {why}", fix)
+        elif trainer.world_size > 1 and not self.is_asked:
             why = (
                 "each of several processes splits its own batches, which cannot be where a step "
                 "communicates; where none does, `MicroBatching(..., evaluation=True)` is right"
             )
-            return [Problem(what, why, f"Use {off}.")]
-        return []
+            yield Problem(what, why, f"Use {off}.")
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Run batches in micro-batches."""
-        if self.technique is None:
-            self.show_off()
-            return
+        assert self.technique is not None, "it is on"
         self._runner, self._proofs, self._whole = self.technique.make_runner(), {}, {}
         self._runner.advice = _ADVICE
         self._undo.append(split_evaluation_batches(trainer, self._run_batch))
@@ -185,8 +173,7 @@ class EvaluationSetting(Setting):
     def _show(self, runner: MicroBatchRunner) -> None:
         how, exactness = "outputs are put together", "rounding"
         if runner.failure:
-            how = f"a batch that runs out of memory is not repeated: {runner.failure}"
-            self.show("off", how)
+            self.show("off", f"a batch that runs out of memory is not repeated: {runner.failure}")
             return
         if runner.is_auto and runner.size is None:
             how = "whole batches; halved when memory runs out, if samples prove that this is exact"
@@ -197,7 +184,6 @@ class EvaluationSetting(Setting):
         self.show("on", how, *dict.fromkeys(whole), exactness=exactness)
 
     def undo(self) -> None:
-        """Restore the steps; a second call does nothing."""
         self._runner = None
         self._probes.clear()
         super().undo()
@@ -257,7 +243,7 @@ class EvaluationSetting(Setting):
         if runner.failure:
             self._show(runner)
         if runner.size != size:
-            warn_of_retry(trainer, runner, "micro_batch_size", "")
+            warn_of_retry(trainer, runner)
             self._show(runner)
         outputs, sizes, weights = zip(*passed, strict=True)
         return outputs[0] if len(outputs) == 1 else _merged(outputs, sizes, weights)
@@ -291,10 +277,7 @@ class EvaluationSetting(Setting):
             needs_split=True,
             subject="the sum of what it logs and returns (and 1)",
         )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(alone(trainer))
-            if trainer.world_size == 1:
-                stack.enter_context(quiet())
+        with unnoticed(trainer):
             proof = prove(check)
             reason = proof.reason or step.difference(proof)
         if not reason:

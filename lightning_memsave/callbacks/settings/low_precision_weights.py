@@ -40,8 +40,6 @@ _ALWAYS_SUMMED = (
 
 
 class LowPrecisionWeightsSetting(ModuleSetting):
-    """Weights are kept in bfloat16, and the optimizer rounds its updates."""
-
     name = LowPrecisionWeights.argument
     kind = LowPrecisionWeights
     shown = "rounding"
@@ -67,7 +65,6 @@ class LowPrecisionWeightsSetting(ModuleSetting):
 
     @property
     def written(self) -> str:
-        """The argument, with the preset that it comes from."""
         return as_given(self.arguments, self.name)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
@@ -81,13 +78,10 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         context = functools.partial(self._around_backward, pl_module)
         self._undo += [undo, around_backward(trainer, context)]
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer, its callbacks, and the module as far as it is built."""
-        if self.technique is None:
-            return []
-        reasons = self._reasons_against(trainer, pl_module)
-        own = [Problem(f"{self.written}{beside}", why, fix) for beside, why, fix in reasons]
-        return [*super().check(trainer, pl_module), *own]
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
+        yield from super().conflicts(trainer, pl_module)
+        for beside, why, fix in self._reasons_against(trainer, pl_module):
+            yield Problem(f"{self.written}{beside}", why, fix)
 
     def _reasons_against(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str, str]]:
         # Where it is asked for, its precision is as well, and is refused if it cannot be set.
@@ -119,8 +113,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Convert weights that were made after ``setup``, and say what becomes of all."""
-        if self.technique is None:
-            return
+        assert self.technique is not None, "it is on"
         if self._is_from_master:
             super().start(trainer, pl_module)
             return
@@ -152,13 +145,11 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         self.show("off", *details)
 
     def undo(self) -> None:
-        """Restore module and optimizers; a second call does nothing."""
         self._optimizers = None
         self._sums_in_fp32 = False
         super().undo()
 
     def savings(self, pl_module: Any) -> str:
-        """Say how much smaller the weights would be."""
         return saves(_saved_bytes(pl_module), "weights")
 
     def use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:

@@ -1,6 +1,7 @@
 """`offload` and `host_budget` of `MemSaveCallback`."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -35,8 +36,6 @@ _BETWEEN_STEPS = (
 
 
 class OffloadSetting(ModuleSetting):
-    """What waits on the host, and when it must be up to date."""
-
     name = Offloading.argument
     kind = Offloading
     shown = "what"
@@ -47,7 +46,6 @@ class OffloadSetting(ModuleSetting):
     """Why what is on the host is in another form than the fastest."""
 
     def read(self) -> Any:
-        """Read what is offloaded, with what belongs to it."""
         arguments, given = self.arguments, self.arguments[self.name]
         technique, budget = Offloading.from_value(given), arguments["host_budget"]
         is_own = technique is None or isinstance(given, Offloading)
@@ -70,21 +68,20 @@ class OffloadSetting(ModuleSetting):
             bytes_per_gradient=(2 if is_half else 4) * bool(arguments["optimizer_in_backward"]),
         )
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer, the module and the limit."""
-        problems, limit = super().check(trainer, pl_module), exactness_limit(self.arguments)
-        if self.technique is not None and not limit.allows(self._exactness_on(trainer)):
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
+        yield from super().conflicts(trainer, pl_module)
+        limit = exactness_limit(self.arguments)
+        if not limit.allows(self._exactness_on(trainer)):
             why = (
                 "a CPU rounds updates in another way than a GPU: it is rounding, which "
                 f"`exactness={limit.value!r}` does not allow"
             )
             fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
-            problems.append(Problem(self.written, why, fix))
-        return problems
+            yield Problem(self.written, why, fix)
 
     def host_bytes(self, pl_module: Any) -> tuple[int, float]:
         """Reckon the bytes that the host needs for weights, and those that it has."""
-        assert self.technique is not None, "asked where it is on"
+        assert self.technique is not None, "it is on"
         return self.technique.host_bytes(pl_module)
 
     def use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:

@@ -93,8 +93,6 @@ def _trained_bytes(module: Any) -> int:
 
 
 class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
-    """Each parameter is updated as soon as its gradient is complete."""
-
     name = OptimizerInBackward.argument
     kind = OptimizerInBackward
     technique: OptimizerInBackward | None
@@ -106,30 +104,24 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
         self.halves_batches = size_of_batches(arguments["micro_batch_size"]) == "halve"
         self._clipping = ""
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer; the optimizer does not exist yet."""
-        if self.technique is None:
-            return []
+    def conflicts(self, trainer: Any, pl_module: Any) -> list[Problem]:
         what, offloading = self.written, Offloading.from_value(self.arguments["offload"])
-        problems = [*super().check(trainer, pl_module), *_of_compilation(pl_module, what)]
+        problems = [*super().conflicts(trainer, pl_module), *_of_compilation(pl_module, what)]
+        assert self.technique is not None, "it is on"
         clips_norm = self.technique.clip_norm is not None or "clip_norm" in clipping_of(trainer)
         if clips_norm and offloading is not None and offloading.has_weights:
             problems.append(norm_problem(f"{what} beside `offload` and clipping"))
         return problems if self.is_asked else problems + find_risks(pl_module, what)
 
     def savings(self, pl_module: Any) -> str:
-        """Say how large the gradients are."""
         sizes = [p.nbytes for p in trained_parameters(pl_module)]
         return saves(sum(sizes) - max(sizes, default=0), "gradients")
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap ``configure_optimizers`` and the backward passes."""
-        if self.technique is None:
-            self.show_off()
-            return
         # Of the precision that this callback has set by now.
-        if self.is_asked and (problems := super().check(trainer, pl_module)):
+        if self.is_asked and (problems := [*super().conflicts(trainer, pl_module)]):
             raise IncompatibleError("MemSaveCallback", problems)
+        assert self.technique is not None, "it is on"
         clipping, self._clipping = clipping_of(trainer), ""
         self.effective = dataclasses.replace(self.technique, **clipping)
         if clipping:
@@ -146,7 +138,6 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
         ]
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what became of each optimizer."""
         super().start(trainer, pl_module)
         if self.handles:
             self.rows = [self._row_of(trainer, handle) for handle in self.handles]

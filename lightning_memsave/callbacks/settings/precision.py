@@ -46,8 +46,9 @@ class PrecisionSetting(Setting):
         super().__init__(arguments)
         weights = "low_precision_weights"
         self.is_of_weights = arguments[weights] is not None
-        wanted = arguments[self.name]
+        wanted, self._why = arguments[self.name], ""
         if wanted == "auto" and self.is_of_weights:
+            self._why = f"as `{weights}={arguments[weights]!r}` computes in it"
             wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
         if wanted not in (None, "auto"):
             wanted = full_name(wanted)
@@ -61,10 +62,13 @@ class PrecisionSetting(Setting):
 
     @property
     def written(self) -> str:
-        """The argument, with the preset that it comes from."""
         return as_given({**self.arguments, self.name: self.precision}, self.name)
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+    @property
+    def is_on(self) -> bool:
+        return self.precision is not None
+
+    def conflicts(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
         wanted = self.precision
         if wanted is None or wanted == "auto":
@@ -77,16 +81,11 @@ class PrecisionSetting(Setting):
         return problems
 
     def savings(self, pl_module: Any) -> str:
-        """Say which tensors would be smaller."""
         return "it would halve the activations of matrix products"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set the precision, or show why it stays."""
         current = precision_state(trainer).current
-        wanted, reason, self.value = self.precision, "", repr(self.precision)
-        if self.precision is None:
-            self.show_off()
-            return
+        wanted, reason = self.precision, self._why
         if self.precision == "auto":
             wanted, reason = _choose(trainer, pl_module)
         if wanted is None:
