@@ -145,8 +145,6 @@ class AccumulationSetting(Setting):
 
 @dataclass
 class _Window:
-    """Batches of one step of the optimizer."""
-
     total: float = 0.0
     """Sum of the weights, in weights of the first batch."""
     first: dict[str, float] = field(default_factory=dict)
@@ -173,7 +171,6 @@ _ALIKE = (
 
 
 def has_scheduler(trainer: Any) -> bool:
-    """Say whether the number of batches per step changes from epoch to epoch."""
     return is_among(trainer, "GradientAccumulationScheduler")
 
 

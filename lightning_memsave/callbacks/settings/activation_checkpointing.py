@@ -13,7 +13,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.registry import uses_blocks
 
 
-class ActivationCheckpointingSetting(ModuleSetting):
+class CheckpointingSetting(ModuleSetting):
     name = ActivationCheckpointing.argument
     kind = ActivationCheckpointing
     shown = "which"

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memsave.callbacks.settings.activation_checkpointing import (
-    ActivationCheckpointingSetting,
-)
+from lightning_memsave.callbacks.settings.activation_checkpointing import CheckpointingSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, Settings
 from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
@@ -44,7 +42,6 @@ class BudgetSetting(Setting):
         self._num_retries: int | None = None
 
     def use(self, made: "MemoryPlan") -> None:
-        """Remember what was planned, before it is applied."""
         self._made, self._plan, self._ladder = made, made.plan, made.ladder
         other = made.runner_up
         if other is not None:
@@ -70,14 +67,12 @@ class BudgetSetting(Setting):
         return _state(*self._in_force(), self._ladder)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Put up the wall, and show the plan."""
         self._show()
         device = trainer.strategy.root_device
         if self._made is not None and device.type == "cuda":  # pragma: no cover (gpu)
             self._undo.append(put_up_wall(device, self._made.budget_bytes))
 
     def allow_changes(self, settings: Settings) -> None:
-        """Allow the plan to be changed from now on."""
         micro_batches = settings.find(MicroBatchSetting)
         self._settings, micro_batches.relief = settings, self
         micro_batches.peak_bytes = self._in_force()[1].peak_bytes
@@ -159,7 +154,7 @@ class BudgetSetting(Setting):
             return False
         _, before = self._in_force()
         pl_module = trainer.lightning_module
-        recomputation = self._settings.find(ActivationCheckpointingSetting)
+        recomputation = self._settings.find(CheckpointingSetting)
         micro_batches = self._settings.find(MicroBatchSetting)
         # What the user has named is the same in all plans.
         which = plan.settings.get(recomputation.name)

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.callbacks.settings.setting import Arguments, ModuleSetting, as_given, saves
+from lightning_memsave.callbacks.settings.setting import (
+    Arguments,
+    ModuleSetting,
+    OptimizerTechniqueSetting,
+    as_given,
+    saves,
+)
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.low_precision_weights.fused_steps import (
@@ -23,7 +29,6 @@ from lightning_memsave.techniques.low_precision_weights.technique import (
     rounds_any,
 )
 from lightning_memsave.techniques.residences import residence_of
-from lightning_memsave.trainer.configure_optimizers import enable
 from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import (
     averages_weights,
@@ -39,12 +44,11 @@ _ALWAYS_SUMMED = (
 )
 
 
-class LowPrecisionWeightsSetting(ModuleSetting):
+class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
     name = LowPrecisionWeights.argument
     kind = LowPrecisionWeights
     shown = "rounding"
     technique: LowPrecisionWeights | None
-    _optimizers: Any = None
     _sums_in_fp32 = False
 
     def __init__(self, arguments: Arguments) -> None:
@@ -68,15 +72,12 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         return as_given(self.arguments, self.name)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Convert the weights, unless they are made later, and wrap ``configure_optimizers``."""
         super().apply(trainer, pl_module)
         if self.technique is None or self._is_from_master:
             return
-        self._optimizers, undo = enable(
-            pl_module, self.technique, yields=not self.is_asked, method="round_updates"
-        )
+        self.enable(pl_module, self.technique, "round_updates")
         context = functools.partial(self._around_backward, pl_module)
-        self._undo += [undo, around_backward(trainer, context)]
+        self._undo.append(around_backward(trainer, context))
 
     def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
         yield from super().conflicts(trainer, pl_module)
@@ -117,14 +118,14 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         if self._is_from_master:
             super().start(trainer, pl_module)
             return
-        if self._optimizers.problems:
-            self.yield_to(self._optimizers.problems, trainer, pl_module)
+        if self._state is not None and self._state.problems:
+            self.yield_to(self._state.problems, trainer, pl_module)
             return
         if self._handle is None or not self._handle.changes:
             self.use(self.technique, pl_module)
         handle = self._handle
         assert handle is not None, "it was made above, or in `apply`"
-        optimizers = [one.target for one in self._optimizers.handles]
+        optimizers = [one.target for one in self.handles]
         details = [
             *handle.changes,
             *handle.skipped,
@@ -145,12 +146,12 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         self.show("off", *details)
 
     def undo(self) -> None:
-        self._optimizers = None
         self._sums_in_fp32 = False
         super().undo()
 
     def savings(self, pl_module: Any) -> str:
-        return saves(_saved_bytes(pl_module), "weights")
+        params = [p for p in pl_module.parameters() if p.dtype is torch.float32 and not is_lazy(p)]
+        return saves(2 * sum(p.numel() for p in params), "weights")
 
     def use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
         """Convert weights, and sum gradients in float32 where steps are the module's own."""
@@ -174,11 +175,6 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         if not self._sums_in_fp32 and self.technique is not None:
             self._sums_in_fp32 = True
             self._undo.append(self.technique.sum_gradients_in_fp32(pl_module).undo)
-
-
-def _saved_bytes(module: nn.Module) -> int:
-    trained = [p for p in module.parameters() if p.dtype is torch.float32 and not is_lazy(p)]
-    return 2 * sum(p.numel() for p in trained)
 
 
 def _averaging_after(trainer: Any) -> list[str]:

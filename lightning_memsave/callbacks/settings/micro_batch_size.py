@@ -1,6 +1,5 @@
 """Training batches in micro-batches, in a Trainer."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from enum import Enum, auto
@@ -92,8 +91,6 @@ class Relief(Protocol):
 
 
 class MicroBatchSetting(Setting):
-    """Training batches pass in micro-batches."""
-
     name = MicroBatching.argument
     kind = MicroBatching
     shown = "micro_batch_size"
@@ -451,12 +448,6 @@ class BlockMicroBatchSetting(ModuleSetting):
     name = BlockMicroBatching.argument
     kind = BlockMicroBatching
     is_for_evaluation = True
-
-    def read(self) -> Any:
-        technique = BlockMicroBatching.from_value(self.arguments[self.name])
-        if technique is not None and technique.blocks is None:
-            technique = dataclasses.replace(technique, blocks=self.arguments["blocks"])
-        return technique
 
     def stay_off(self, trainer: Any, pl_module: Any) -> None:
         """Leave the row to the setting of batches."""

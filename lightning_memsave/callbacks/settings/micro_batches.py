@@ -80,7 +80,6 @@ def reasons_against(trainer: Any, pl_module: Any, *, is_auto: bool) -> Iterator[
 
 
 def is_among(trainer: Any, name: str) -> bool:
-    """Say whether a Trainer has a callback of a class of this name."""
     return any(b.__name__ == name for c in trainer.callbacks for b in type(c).__mro__)
 
 
@@ -95,7 +94,6 @@ def warn_of_batch_norm(trainer: Any, pl_module: nn.Module, written: str, alone: 
 
 
 def warn_of_retry(trainer: Any, runner: MicroBatchRunner, weighted: str = "") -> None:
-    """Say that memory ran out and that the batch was repeated."""
     proven = f" The losses of micro-batches are {weighted}, as proven." if weighted else ""
     kept = f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven}"
     warn(trainer, f"{kept} Begin with `micro_batch_size={runner.size}` next time.", MemsaveWarning)
@@ -125,7 +123,6 @@ def refusal_of(what: str, proof: Proof) -> Problem:
 def failed_step(
     advice: str, optimizer: torch.optim.Optimizer, error: BaseException
 ) -> MemoryExhaustedError:
-    """Memory ran out in the optimizer's step."""
     fix = (
         'Its state needs less with `optimizer="8bit"`, or host memory with '
         '`optimizer="paged_8bit"`; micro-batches do not help here.'
@@ -150,7 +147,6 @@ def failed_window(advice: str) -> MemoryExhaustedError:
 
 
 def failed_rank(num_samples: int | None, where: str, advice: str) -> MemoryExhaustedError:
-    """Memory ran out where DDP itself shares gradients."""
     size, at_once = 1, ""
     if num_samples is not None:
         size, at_once = max(num_samples // 2, 1), f"with {num_samples} samples at once "

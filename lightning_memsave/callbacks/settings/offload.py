@@ -47,17 +47,13 @@ class OffloadSetting(ModuleSetting):
 
     def read(self) -> Any:
         arguments, given = self.arguments, self.arguments[self.name]
-        technique, budget = Offloading.from_value(given), arguments["host_budget"]
+        technique, budget = super().read(), arguments["host_budget"]
         is_own = technique is None or isinstance(given, Offloading)
         if is_own and budget is not None:
             raise ConfigurationError(
                 f"`host_budget={budget!r}` is not used with {as_given(arguments, self.name)}. Use "
                 f'`{self.name}="optimizer"`, or pass it to `Offloading`.'
             )
-        if technique is None:
-            return None
-        if technique.blocks is None:
-            technique = dataclasses.replace(technique, blocks=arguments["blocks"])
         if is_own:
             return technique
         is_half = arguments["low_precision_weights"] is not None
@@ -79,24 +75,19 @@ class OffloadSetting(ModuleSetting):
             fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
             yield Problem(self.written, why, fix)
 
-    def host_bytes(self, pl_module: Any) -> tuple[int, float]:
-        """Reckon the bytes that the host needs for weights, and those that it has."""
-        assert self.technique is not None, "it is on"
-        return self.technique.host_bytes(pl_module)
-
     def use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         """Apply it, without embeddings where they stand in the way and were not asked for."""
         assert isinstance(technique, Offloading), "`read` has made it"
         self._why_no_tables = ""
-        without = _without_tables(technique)
+        kinds = [kind for kind in str(technique.what).split("+") if kind != "embeddings"]
         try:
             return super().use(technique, pl_module)
         except IncompatibleError as error:
-            if self.is_asked or without is None or without == technique:
+            if self.is_asked or not kinds or "+".join(kinds) == technique.what:
                 raise
             problem = error.problems[0]
             self._why_no_tables = f"{problem.what}: {problem.why}"
-        return super().use(without, pl_module)
+        return super().use(dataclasses.replace(technique, what="+".join(kinds)), pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizers update on the host, beside the next step where nobody looks."""
@@ -163,9 +154,3 @@ class OffloadSetting(ModuleSetting):
         if handle is not None and handle.residence is not None:
             handle.residence.stay_on_host()
         super().undo()
-
-
-def _without_tables(technique: Offloading) -> Offloading | None:
-    """Leave embeddings on the device; ``None`` if nothing else is offloaded."""
-    kinds = [kind for kind in str(technique.what).split("+") if kind != "embeddings"]
-    return dataclasses.replace(technique, what="+".join(kinds)) if kinds else None

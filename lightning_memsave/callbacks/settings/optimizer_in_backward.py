@@ -67,7 +67,9 @@ def advice_for(pl_module: Any) -> tuple[str, str]:
 
 
 def _of_compilation(pl_module: Any, what: str) -> list[Problem]:
-    total = _trained_bytes(pl_module)
+    def trained_bytes(module: Any) -> int:
+        return sum(p.nbytes for p in trained_parameters(module))
+
     if is_compiled_whole(pl_module):
         compiled = [(type(pl_module).__name__, pl_module)]
     else:
@@ -76,20 +78,13 @@ def _of_compilation(pl_module: Any, what: str) -> list[Problem]:
             for name, module in pl_module.named_modules()
             if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         ]
+    why = "is compiled as a whole: its graph gives all gradients at once, so nothing would be saved"
+    fix = f"Compile its blocks one by one, or {_OFF}."
     return [
-        Problem(
-            what,
-            f"`{name}` is compiled as a whole: its graph gives all gradients at once, so nothing "
-            "would be saved",
-            f"Compile its blocks one by one, or {_OFF}.",
-        )
+        Problem(what, f"`{name}` {why}", fix)
         for name, module in compiled[:1]
-        if 2 * _trained_bytes(module) > total
+        if 2 * trained_bytes(module) > trained_bytes(pl_module)
     ]
-
-
-def _trained_bytes(module: Any) -> int:
-    return sum(p.nbytes for p in trained_parameters(module))
 
 
 class OptimizerInBackwardSetting(OptimizerTechniqueSetting):

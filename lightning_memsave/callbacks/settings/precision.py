@@ -25,7 +25,6 @@ from lightning_memsave.trainer.precision import (
 )
 from lightning_memsave.trainer.trainer import is_strategy
 
-_HALF = (torch.float16, torch.bfloat16)
 _NOT_FLOAT16 = (
     "kept: this GPU has no native bfloat16, and in float16 the activations of some models overflow "
     '(T5, mT5, Gemma); pass `precision="16-mixed"` where they do not'
@@ -108,20 +107,15 @@ class PrecisionSetting(Setting):
 
 
 def find_conflicts(
-    trainer: Any,
-    pl_module: nn.Module,
-    wanted: str,
-    written: str = "",
-    is_of_weights: bool = False,
+    trainer: Any, pl_module: nn.Module, wanted: str, written: str = "", is_of_weights: bool = False
 ) -> list[Problem]:
-    """Find every reason why a Trainer cannot be given a precision."""
-    what = written or f"`precision={wanted!r}`"
-    reasons = _reasons_against(trainer, wanted, is_of_weights)
-    problems = [Problem(what, why, fix) for why, fix in reasons]
-    return problems + _half_parameters(pl_module, wanted, what, is_of_weights)
+    reasons = _reasons_against(trainer, pl_module, wanted, is_of_weights)
+    return [Problem(written or f"`precision={wanted!r}`", why, fix) for why, fix in reasons]
 
 
-def _reasons_against(trainer: Any, wanted: str, is_of_weights: bool) -> Iterator[tuple[str, str]]:
+def _reasons_against(
+    trainer: Any, pl_module: nn.Module, wanted: str, is_of_weights: bool
+) -> Iterator[tuple[str, str]]:
     state = precision_state(trainer)
     # What the Trainer computes in is as good as ours, if it is the same.
     must_go_too = is_of_weights and state.current != wanted
@@ -147,26 +141,16 @@ def _reasons_against(trainer: Any, wanted: str, is_of_weights: bool) -> Iterator
     on_xla = is_strategy(trainer, "XLAStrategy", "SingleDeviceXLAStrategy")
     if on_xla and wanted not in ("32-true", "16-true", "bf16-true"):
         yield "XLA devices run in one precision", 'Use `precision="bf16-true"` or "32-true".'
-
-
-# Under these precisions Lightning leaves parameters as they are, so ones that are half already
-# stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
-def _half_parameters(
-    module: nn.Module, wanted: str, what: str, is_of_weights: bool
-) -> list[Problem]:
-    if wanted not in ("32-true", "16-mixed", "bf16-mixed"):
-        return []
-    half = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
-    use = "set `low_precision_weights=None` and" if is_of_weights else "use"
-    return [
-        Problem(
-            what,
-            f"trainable parameters are {dtype} already and would stay so",
-            f"Load the model in float32 (Hugging Face: `dtype=torch.float32`), or {use} "
-            f'`precision="{"16-true" if dtype is torch.float16 else "bf16-true"}"`.',
-        )
-        for dtype in sorted(half, key=str)
-    ]
+    # Under these precisions Lightning leaves parameters as they are, so ones that are half already
+    # stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
+    keeps = wanted in ("32-true", "16-mixed", "bf16-mixed")
+    trained = {p.dtype for p in pl_module.parameters() if p.requires_grad}
+    for dtype in [half for half in (torch.bfloat16, torch.float16) if keeps and half in trained]:
+        use = "set `low_precision_weights=None` and" if is_of_weights else "use"
+        other = "16-true" if dtype is torch.float16 else "bf16-true"
+        load = "Load the model in float32 (Hugging Face: `dtype=torch.float32`)"
+        why = f"trainable parameters are {dtype} already and would stay so"
+        yield why, f'{load}, or {use} `precision="{other}"`.'
 
 
 def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:

@@ -113,7 +113,10 @@ class Setting(ABC):
 
     def read(self) -> Any:
         """Make the technique that the arguments describe; ``None`` where it is off."""
-        return self.kind and self.kind.from_value(self.arguments[self.name])
+        technique: Any = self.kind and self.kind.from_value(self.arguments[self.name])
+        if getattr(technique, "blocks", "none") is None:
+            return dataclasses.replace(technique, blocks=self.arguments["blocks"])
+        return technique
 
     @property
     def is_on(self) -> bool:
@@ -144,7 +147,6 @@ class Setting(ABC):
         """Apply of what is on what needs the set-up model, in ``on_fit_start``."""
 
     def show(self, status: Any, *details: str, exactness: str = "") -> None:
-        """Put one row in the table."""
         self.rows = [Row(self.name, self.value, status, tuple(filter(None, details)), exactness)]
 
     def stay_off(self, trainer: Any, pl_module: Any) -> None:
@@ -155,7 +157,6 @@ class Setting(ABC):
             self.rows = [Row(self.name, "None", "unchanged", (UNCHANGED,))]
 
     def show_handle(self, handle: Handle[Any]) -> Row:
-        """Make the row of what a technique has changed."""
         if not handle.changes:
             return Row(self.name, self.value, "off", handle.skipped)
         assert self.technique is not None, "it has a handle"
@@ -163,7 +164,6 @@ class Setting(ABC):
         return Row(self.name, self.value, "on", details, exactness)
 
     def add_details(self, *details: str) -> None:
-        """Add to every row."""
         more = tuple(filter(None, details))
         self.rows = [dataclasses.replace(row, details=row.details + more) for row in self.rows]
 
@@ -191,7 +191,6 @@ class Setting(ABC):
         return ""
 
     def undo(self) -> None:
-        """Restore what was there before; a second call does nothing."""
         undo_all(self._undo)
 
 
@@ -230,7 +229,6 @@ class ModuleSetting(Setting):
         return handle
 
     def refuse(self, reasons: Sequence[str]) -> None:
-        """Refuse what finds nothing to change."""
         remedy = self.technique.remedy
         fix = f"{remedy}, or set `{self.name}=None`." if remedy else f"Set `{self.name}=None`."
         problem = Problem(self.written, "; ".join(reasons), fix)
@@ -253,11 +251,9 @@ class OptimizerTechniqueSetting(Setting):
 
     @property
     def handles(self) -> list[Handle[Optimizer]]:
-        """What became of each optimizer."""
         return [] if self._state is None else self._state.handles
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what became of each optimizer."""
         if self._state is not None and self._state.problems:
             self.yield_to(self._state.problems, trainer, pl_module)
             return
@@ -265,7 +261,6 @@ class OptimizerTechniqueSetting(Setting):
         self.rows = [self.show_handle(handle) for handle in self.handles] or self.rows
 
     def undo(self) -> None:
-        """Restore everything, and let go of the optimizers; a second call does nothing."""
         self._state = None
         super().undo()
 
@@ -274,14 +269,11 @@ SettingT = TypeVar("SettingT", bound=Setting)
 
 
 class Settings:
-    """All settings of a callback."""
-
     def __init__(self, settings: Sequence[Setting]) -> None:
         self._settings = settings
 
     @property
     def rows(self) -> list[Row]:
-        """The lines of the table at the start of fit."""
         return [row for setting in self._settings for row in setting.rows]
 
     def find(self, kind: type[SettingT]) -> SettingT:
@@ -299,7 +291,6 @@ class Settings:
         return problems or self._do(lambda s: s.settle(trainer, pl_module), chosen)
 
     def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Apply what needs the set-up model, in ``on_fit_start``."""
         chosen = [s for s in self._settings if s.is_on and not s.has_yielded]
         return self._do(lambda s: s.start(trainer, pl_module), chosen)
 
