@@ -23,9 +23,7 @@ from lightning_memsave.callbacks.start_advice import add_start_advice, describe_
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.technique import Row, undo_all
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer

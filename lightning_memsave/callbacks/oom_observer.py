@@ -267,7 +267,6 @@ def _check_arguments(
 def _predict_remedies(
     trainer: Any, pl_module: Any, batch: Any, limit_s: float
 ) -> tuple[MemoryPrediction, list[Remedy]] | None:
-    """Predict the step that ran out of memory, and the settings that lower its peak."""
     if obstacle(trainer, pl_module):
         return None
     start_s = processor_time_s()
@@ -298,11 +297,17 @@ def _predict_remedies(
 def _add_predictions(
     report: OutOfMemoryReport, base: MemoryPrediction, remedies: list[Remedy]
 ) -> None:
-    """Add predictions to a report: as text, as data and as an HTML page."""
+    kept, beyond = report.diagnosis.kept, []
+    if kept is not None:
+        beyond = [
+            f"beside it: {format_bytes(kept.before_bytes - kept.expected_bytes)} that were alive "
+            "before the step and that no step needs, "
+            f"{format_bytes(kept.num_bytes)} of it in `{kept.owner}`"
+        ]
     lines = [
         f"{_UNCHANGED}: predicted peak {format_bytes(base.peak_bytes)}, "
         f"{format_bytes(base.device_bytes)} on the device",
-        *_beyond(report),
+        *beyond,
         *map(str, remedies),
     ]
     data: dict[str, Any] = {
@@ -318,14 +323,3 @@ def _add_predictions(
         notes=[report.diagnosis.summary, *report.diagnosis.advice],
     )
     report.add_file(_PAGE_NAME, page)
-
-
-def _beyond(report: OutOfMemoryReport) -> list[str]:
-    kept = report.diagnosis.kept
-    if kept is None:
-        return []
-    more_bytes = kept.before_bytes - kept.expected_bytes
-    return [
-        f"beside it: {format_bytes(more_bytes)} that were alive before the step and that no step "
-        f"needs, {format_bytes(kept.num_bytes)} of it in `{kept.owner}`"
-    ]

@@ -23,7 +23,6 @@ _WIDTH = 100
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Show what was switched on, what was not, and why."""
     console = console or Console(file=sys.stdout)
     if not console.is_terminal:
         lines = ["MemSaveCallback:"]  # for a log file

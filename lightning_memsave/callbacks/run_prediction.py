@@ -55,7 +55,6 @@ class RunPrediction(Predicted):
     def before_batch(
         self, trainer: Any, batch: Any, make_callback: Callable[..., Any], arguments: Arguments
     ) -> None:
-        """Predict with the first batch."""
         self.is_due, pl_module = False, trainer.lightning_module
         if not trainer.is_global_zero:
             return
@@ -100,7 +99,6 @@ class RunPrediction(Predicted):
 def effective_settings(
     arguments: Arguments, rows: Sequence[Row], micro_batch_size: int | None
 ) -> dict[str, Any]:
-    """Give the arguments of a callback that would do what this run does."""
     on = {row.name for row in rows if row.status == "on"}
     result = {**arguments, **dict.fromkeys(_LEFT_OUT)}
     if not frees_early(arguments):

@@ -1,17 +1,15 @@
 """`accumulate_grad_batches` of `MemSaveCallback`, with the last partial window scaled right."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import nn
 
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.micro_batches import is_among, warn_of_batch_norm
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, warn, why_beyond
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import ConfigurationError, ExactnessWarning, Problem
+from lightning_memsave.errors import ConfigurationError, ExactnessWarning
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting, read_weights
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import all_reduce_min
@@ -41,7 +39,7 @@ class AccumulationSetting(Setting):
             )
         if wanted is not None and wanted > 1:
             why_beyond(arguments, self.name, Exactness.ROUNDING)
-        self.value = str(wanted)
+        self.value, self.is_on = str(wanted), wanted is not None
         self.micro_batches: MicroBatchSetting | None = None
         """What proves how losses are weighted, where it is on."""
         # Factor of the batches of this window that have passed backward already.
@@ -49,15 +47,7 @@ class AccumulationSetting(Setting):
         self._window = _Window()
         self._is_equal = False  # batches weigh the same, as a proof has failed
 
-    @property
-    def is_on(self) -> bool:
-        return self.num_batches is not None
-
-    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
-        for reason in self._reasons_against(trainer, pl_module):
-            yield Problem(self.written, *reason)
-
-    def _reasons_against(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         own = trainer.accumulate_grad_batches
         if not pl_module.automatic_optimization:
             name = f"`{type(pl_module).__name__}.automatic_optimization=False`"
@@ -72,7 +62,6 @@ class AccumulationSetting(Setting):
             yield why, "Remove that callback, or set `accumulate_grad_batches=None` here."
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        assert self.num_batches is not None, "it is on"
         own, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self.num_batches
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", own))
         details = [f"one optimizer step per {self.num_batches} batches"]
@@ -96,12 +85,7 @@ class AccumulationSetting(Setting):
             self.show("unchanged", _LIGHTNING_SCALES)
 
     def scale(
-        self,
-        trainer: Any,
-        batch_idx: int,
-        is_last: bool,
-        parameters: Iterable[nn.Parameter],
-        parts: BatchParts | None,
+        self, trainer: Any, batch_idx: int, is_last: bool, parameters: Any, parts: BatchParts | None
     ) -> float:
         """Find the factor for a batch's loss, which Lightning has divided already."""
         nominal = trainer.accumulate_grad_batches

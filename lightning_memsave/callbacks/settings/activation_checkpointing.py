@@ -7,17 +7,14 @@ from torch import nn
 from lightning_memsave.callbacks.settings.setting import Arguments, ModuleSetting, as_given
 from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.registry import uses_blocks
 
 
 class CheckpointingSetting(ModuleSetting):
-    name = ActivationCheckpointing.argument
     kind = ActivationCheckpointing
     shown = "which"
-    technique: ActivationCheckpointing | None
+    technique: ActivationCheckpointing
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
@@ -41,7 +38,7 @@ class CheckpointingSetting(ModuleSetting):
     def change(self, pl_module: nn.Module, which: Any) -> None:
         """Recompute other blocks from now on, between two passes."""
         self.undo()
-        self.value, self.technique = repr(which), None
+        self.value, self.is_on = repr(which), which is not None
         if which is None:
             self.show("off", "the plan is without it")
         else:
@@ -49,5 +46,5 @@ class CheckpointingSetting(ModuleSetting):
             self.use(self.technique, pl_module)
 
     def savings(self, pl_module: Any) -> str:
-        blocks = find_blocks(pl_module, self.technique.blocks if self.technique else None)
+        blocks = find_blocks(pl_module, self.technique.blocks)
         return f"it would free the activations of {len(blocks)} blocks" if blocks else ""

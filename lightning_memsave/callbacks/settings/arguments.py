@@ -75,7 +75,6 @@ def host_form(
         setting = settings.find(OffloadSetting)
         changed = ", ".join(f"`{name}={value!r}`" for name, value in form.items())
         setting.why_form = f"{changed}: {why}" if form else ""
-        assert setting.technique is not None, "the value offloads"
         needed_bytes, limit_bytes = setting.technique.host_bytes(pl_module)
         tried.append((needed_bytes, settings, form))
         if needed_bytes <= limit_bytes:
@@ -98,7 +97,6 @@ def host_form(
 def make_settings(
     owner: str, arguments: Arguments, plan: Arguments | None = None, form: Arguments | None = None
 ) -> Settings:
-    """Check every argument and make what the callback works with."""
     problems: list[Problem | str] = []
     try:
         arguments = with_preset(arguments, form) if plan is None else with_plan(arguments, plan)

@@ -5,5 +5,4 @@ from lightning_memsave.techniques.attention_kernel.technique import AttentionKer
 
 
 class AttentionSetting(ModuleSetting):
-    name = AttentionKernel.argument
     kind = AttentionKernel

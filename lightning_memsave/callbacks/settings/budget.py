@@ -29,11 +29,10 @@ class BudgetSetting(Setting):
     """
 
     name = "budget"
-    is_on = True
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
-        self.value = repr(arguments[self.name])
+        self.value, self.is_on = repr(arguments[self.name]), True
         self._made: MemoryPlan | None = None
         self._plan: Plan | None = None  # in force
         self._ladder: Sequence[Plan] = ()  # without what memory was short with
@@ -63,7 +62,6 @@ class BudgetSetting(Setting):
         return found | {"in_force": plan.to_dict()}
 
     def state(self) -> dict[str, Any]:
-        """Give what a checkpoint keeps, with the plan that is in force by now."""
         return _state(*self._in_force(), self._ladder)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
@@ -87,7 +85,6 @@ class BudgetSetting(Setting):
         return num_failures == 1 or self.step_down(trainer, "memory ran out")
 
     def step_down(self, trainer: Any, why: str, *, in_same_parts: bool = False) -> bool:
-        """Change to the fastest plan that needs less."""
         limit = self._in_force()[1].device_bytes  # memory was short with it: never return to it
         self._ladder = [plan for plan in self._ladder if plan.device_bytes < limit]
         smaller = self._smaller(in_same_parts=in_same_parts)

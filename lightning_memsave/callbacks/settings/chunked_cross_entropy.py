@@ -19,7 +19,6 @@ from lightning_memsave.units import format_bytes
 class ChunkedCrossEntropySetting(ModuleSetting):
     """The loss of a head without its logits, which reads the weight after its forward pass."""
 
-    name = ChunkedCrossEntropy.argument
     kind = ChunkedCrossEntropy
     is_for_evaluation = True
 

@@ -26,9 +26,8 @@ from lightning_memsave.errors import (
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
-from lightning_memsave.trainer.evaluation import split_evaluation_batches
+from lightning_memsave.trainer.evaluation import RunStep, split_evaluation_batches
 from lightning_memsave.trainer.logged_values import LoggedValues, combined
 from lightning_memsave.trainer.trainer import is_strategy
 
@@ -42,10 +41,10 @@ class _Seen(NamedTuple):
     output: Any
 
 
-class EvaluationStep:
+class SeenStep:
     """A step that is looked at with some samples together and with each of two parts of them."""
 
-    def __init__(self, run: Callable[[Any], Any], logged: LoggedValues) -> None:
+    def __init__(self, run: RunStep, logged: LoggedValues) -> None:
         self._run, self._logged = run, logged
         self._seen: list[_Seen] = []
         self.has_numbers = False
@@ -130,8 +129,6 @@ class _StaysWholeError(Exception):
 
 @dataclass
 class _Known:
-    """What is known of a step with one DataLoader."""
-
     name: str
     changes: KnownChanges
     probe: BatchProbe = field(default_factory=BatchProbe)
@@ -157,28 +154,30 @@ class EvaluationSetting(Setting):
             self.off_reason = why_beyond(arguments, technique.argument, technique.exactness)
             if technique.evaluation is False:
                 self.off_reason = "`evaluation=False` was given"
-        self.technique: MicroBatching | None = None if self.off_reason else technique
-        self.is_asked = self.technique is not None and self.technique.evaluation is True
-        self.value = repr(None if self.technique is None else self.technique.micro_batch_size)
+            self.value = repr(technique.micro_batch_size)
+        self.technique, self.is_on = technique, technique is not None and not self.off_reason
+        self.is_asked = technique is not None and technique.evaluation is True
         self._runner: MicroBatchRunner | None = None
         self._steps: dict[tuple[Any, ...], _Known] = {}
 
-    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
-        what = f"`micro_batch_size={self.value}` in evaluation"
+    @property
+    def written(self) -> str:
+        return f"`micro_batch_size={self.value}` in evaluation"
+
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         off = "`MicroBatching(..., evaluation=False)`"
         if is_strategy(trainer, *SHARDED):
             why = "all processes communicate in every forward pass"
             fix = f"Use {off} and a smaller batch in that DataLoader."
-            yield Problem(what, f"under `{type(trainer.strategy).__name__}` {why}", fix)
+            yield f"under `{type(trainer.strategy).__name__}` {why}", fix
         elif trainer.world_size > 1 and not self.is_asked:
             why = (
                 "each of several processes splits its own batches, which cannot be where a step "
                 "communicates; where none does, `MicroBatching(..., evaluation=True)` is right"
             )
-            yield Problem(what, why, f"Use {off}.")
+            yield why, f"Use {off}."
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        assert self.technique is not None, "it is on"
         self._runner = self.technique.make_runner()
         self._runner.advice = _ADVICE
         self._undo.append(split_evaluation_batches(trainer, self._run_batch))
@@ -204,12 +203,7 @@ class EvaluationSetting(Setting):
         super().undo()
 
     def _run_batch(
-        self,
-        trainer: Any,
-        batch: Any,
-        step: Callable[[Any], Any],
-        logged: LoggedValues,
-        which: tuple[Any, ...],
+        self, trainer: Any, batch: Any, step: RunStep, logged: LoggedValues, which: tuple[Any, ...]
     ) -> Any:
         runner = self._runner
         assert runner is not None, "batches run between `apply` and `undo`"
@@ -229,7 +223,7 @@ class EvaluationSetting(Setting):
             num_samples = samples_of(batch, find_shared_leaves(batch)[0])
             is_small = num_samples is not None and num_samples <= (runner.size or 0)
             if differ and not (known.proof is None and is_small):
-                seen = EvaluationStep(step, logged)
+                seen = SeenStep(step, logged)
                 known.proof = self._prove(trainer, batch, seen, known, runner)
                 known.use(runner, prove_it)
             return True
@@ -273,11 +267,10 @@ class EvaluationSetting(Setting):
         self,
         trainer: Any,
         batch: Any,
-        step: EvaluationStep,
+        step: SeenStep,
         known: _Known,
         runner: MicroBatchRunner,
     ) -> Proof:
-        assert self.technique is not None, "it is on"
         check = LossCheck(
             *(step.numbers, batch, trainer.lightning_module),
             loss_weight=self.technique.loss_weight,

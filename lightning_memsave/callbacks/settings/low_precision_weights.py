@@ -19,9 +19,7 @@ from lightning_memsave.callbacks.settings.setting import (
 )
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.low_precision_weights.fused_steps import (
-    describe_missing_kernel,
-)
+from lightning_memsave.techniques.low_precision_weights.fused_steps import describe_missing_kernel
 from lightning_memsave.techniques.low_precision_weights.technique import (
     ON_HOST,
     LowPrecisionWeights,
@@ -30,11 +28,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import (
 )
 from lightning_memsave.techniques.residences import residence_of
 from lightning_memsave.trainer.precision import full_name
-from lightning_memsave.trainer.trainer import (
-    averages_weights,
-    builds_model_late,
-    prunes_weights,
-)
+from lightning_memsave.trainer.trainer import averages_weights, builds_model_late, prunes_weights
 from lightning_memsave.trainer.training_loop import around_backward
 
 _BF16 = "bf16-mixed"
@@ -45,10 +39,9 @@ _ALWAYS_SUMMED = (
 
 
 class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
-    name = LowPrecisionWeights.argument
     kind = LowPrecisionWeights
     shown = "rounding"
-    technique: LowPrecisionWeights | None
+    technique: LowPrecisionWeights
     _sums_in_fp32 = False
 
     def __init__(self, arguments: Arguments) -> None:
@@ -57,7 +50,7 @@ class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
         self.sets_precision = precision == "auto" or (
             precision is not None and full_name(precision) == _BF16
         )
-        if self.technique is None or precision is None or self.sets_precision:
+        if not self.is_on or precision is None or self.sets_precision:
             return
         if self.is_asked:
             raise ConfigurationError(
@@ -65,7 +58,7 @@ class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
                 f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{self.name}=None`."
             )
         self.off_reason = f"it computes in bf16-mixed, and `precision={precision!r}` was given"
-        self.technique, self.value = None, "None"
+        self.is_on, self.value = False, "None"
 
     @property
     def written(self) -> str:
@@ -73,7 +66,7 @@ class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         super().apply(trainer, pl_module)
-        if self.technique is None or self._is_from_master:
+        if self._is_from_master:
             return
         self.enable(pl_module, self.technique, "round_updates")
         context = functools.partial(self._around_backward, pl_module)
@@ -114,7 +107,6 @@ class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Convert weights that were made after ``setup``, and say what becomes of all."""
-        assert self.technique is not None, "it is on"
         if self._is_from_master:
             super().start(trainer, pl_module)
             return
@@ -154,7 +146,6 @@ class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
         return saves(2 * sum(p.numel() for p in params), "weights")
 
     def use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
-        """Convert weights, and sum gradients in float32 where steps are the module's own."""
         handle = super().use(technique, pl_module)
         if not pl_module.automatic_optimization and not self._is_from_master:
             self._sum_in_fp32(pl_module)
@@ -163,7 +154,7 @@ class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
     # The host updates in float32, and adds gradients up in it.
     @property
     def _is_from_master(self) -> bool:
-        return self.technique is not None and self.technique.rounding in ON_HOST
+        return self.technique.rounding in ON_HOST
 
     # On from the first batch in parts to the end of the fit: others will come.
     def _around_backward(self, pl_module: Any, is_last: bool) -> AbstractContextManager[None]:
@@ -172,7 +163,7 @@ class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
         return contextlib.nullcontext()
 
     def _sum_in_fp32(self, pl_module: Any) -> None:
-        if not self._sums_in_fp32 and self.technique is not None:
+        if not self._sums_in_fp32:
             self._sums_in_fp32 = True
             self._undo.append(self.technique.sum_gradients_in_fp32(pl_module).undo)
 

@@ -32,11 +32,7 @@ from lightning_memsave.callbacks.settings.setting import (
 )
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
-from lightning_memsave.errors import (
-    IncompatibleError,
-    MemoryExhaustedError,
-    Problem,
-)
+from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
@@ -46,10 +42,7 @@ from lightning_memsave.techniques.micro_batching.runner import (
     Splitting,
     samples_of,
 )
-from lightning_memsave.techniques.micro_batching.technique import (
-    MicroBatching,
-    check_repeatable,
-)
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching, check_repeatable
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from lightning_memsave.trainer.batch_parts import BatchParts
@@ -80,30 +73,26 @@ class Splits(Enum):
 class Relief(Protocol):
     """What else than smaller micro-batches helps where memory runs out: other plans."""
 
-    def relieve(self, trainer: Any, num_failures: int) -> bool:
-        """As of `MicroBatchRunner`."""
-
-    def stay_whole(self, trainer: Any, why: str) -> None:
-        """Plan without splitting, as a loss cannot be split, or raise."""
-
-    def advise(self) -> str:
-        """Give what to do where no plan is left."""
+    # As of `MicroBatchRunner`.
+    def relieve(self, trainer: Any, num_failures: int) -> bool: ...
+    # As a loss cannot be split; raises if no plan fits then.
+    def stay_whole(self, trainer: Any, why: str) -> None: ...
+    def advise(self) -> str: ...
 
 
 class MicroBatchSetting(Setting):
-    name = MicroBatching.argument
     kind = MicroBatching
     shown = "micro_batch_size"
-    technique: MicroBatching | None
+    technique: MicroBatching
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
         # Of blocks another setting has the row.
-        self.is_asked &= not (self.technique is None and arguments[self.name] is not None)
+        self.is_asked &= self.is_on or arguments[self.name] is None
         self.splits = Splits.ON_OOM
         if self.off_reason and arguments["budget"] is not None:
             self.splits = Splits.NEVER  # another plan needs no smaller ones
-            self.off_reason, self.technique, self.value = "", self.read(), repr("halve")
+            self.off_reason, self.is_on, self.value = "", True, repr("halve")
         self.weights: ModuleSetting | None = None
         """If it is on, gradients of half-precision parameters are summed in float32."""
         self.size: int | None = None
@@ -130,7 +119,7 @@ class MicroBatchSetting(Setting):
     @property
     def is_auto(self) -> bool:
         """Whether the size shrinks when memory runs out."""
-        return self.technique is not None and self.technique.micro_batch_size == "halve"
+        return self.is_on and self.technique.micro_batch_size == "halve"
 
     @property
     def _advice(self) -> str:
@@ -142,7 +131,6 @@ class MicroBatchSetting(Setting):
             yield Problem(self.written, *reason)
 
     def _problems_of(self, pl_module: Any) -> list[Problem]:
-        assert self.technique is not None, "it is on"
         weights, problems = self.weights, list[Problem]()
         if weights is None or not weights.is_on or weights.has_yielded:
             problems = self.technique.check_module(pl_module)
@@ -150,7 +138,6 @@ class MicroBatchSetting(Setting):
         return problems + batch_norm_problems(pl_module, self.written, limit)
 
     def forget_relief(self) -> None:
-        """Split batches that run out of memory, as without a plan."""
         self.relief = self.peak_bytes = None
 
     def plan(self, size: Any, needed: int | None = None) -> None:
@@ -161,7 +148,6 @@ class MicroBatchSetting(Setting):
             self.splits = Splits.AS_PLANNED if is_planned else Splits.ON_OOM
 
     def change(self, trainer: Any, pl_module: Any, size: Any) -> None:
-        """Do the same from now on, in a fit that is running."""
         self.plan(size)
         if self.runner is not None:
             self.runner.size = self.size
@@ -197,7 +183,6 @@ class MicroBatchSetting(Setting):
             self.yield_to(problems, trainer, pl_module)
 
     def _make_runner(self, trainer: Any) -> MicroBatchRunner:
-        assert self.technique is not None, "it is on"
         runner = self.technique.make_runner(functools.partial(self._agree, trainer))
         if self.splits is Splits.NEVER:
             runner.keep_whole()
@@ -308,7 +293,6 @@ class MicroBatchSetting(Setting):
         return all_reduce_min(trainer, int(not is_large)) == 0
 
     def _start_proof(self, trainer: Any, parts: BatchParts, runner: MicroBatchRunner) -> None:
-        """Prove how the losses of micro-batches are weighted, or yield."""
         pl_module = trainer.lightning_module
         tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(parts.batch))]
         if any(map(is_fake, tensors)):  # for a prediction
@@ -364,7 +348,6 @@ class MicroBatchSetting(Setting):
 
     def prove(self, trainer: Any, parts: BatchParts, known: Proof | None) -> Proof:
         """Find the weightings of the loss of a batch, among those that are known."""
-        assert self.technique is not None, "it is on"
         pl_module = trainer.lightning_module
         # The workspace of cuBLAS stays, and the proof's blocks go again: among blocks of the proof,
         # no prediction could know where what comes next would lie.
@@ -412,30 +395,27 @@ class MicroBatchSetting(Setting):
             warn_of_batch_norm(trainer, pl_module, written, "micro-batch alone")
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
-        if self.is_auto and self.runner is not None and self.runner.failure:
-            why = f"a batch that runs out of memory is not repeated: {self.runner.failure}"
-            self.show("off", why)
+        failure = self.runner.failure if self.is_auto and self.runner is not None else ""
+        if failure:
+            self.show("off", f"a batch that runs out of memory is not repeated: {failure}")
             return
         if self.splits is Splits.NEVER:
             how = "whole batches; repeated with a smaller plan when memory runs out"
             self.show("on", how, self.proof.reason, exactness="bitwise")
             return
-        details = ["batches pass in micro-batches of this size"]
-        if self.is_auto:
-            why = "memory ran out with more"
-            why = "planned" if self.splits is Splits.AS_PLANNED else why
-            details = [
-                "whole batches; halved when memory runs out"
-                if self.size is None
-                else f"in micro-batches of {self.size} samples, as {why}"
-            ]
-        details.append(
-            f"losses of micro-batches are {self._weighted()}, proven with "
-            f"{self.proof.num_samples} samples of a batch in {self.proof.seconds * 1000:.0f} ms"
-            if self.proof.weightings
-            else "how their losses are weighted is proven before the first batch is split"
-        )
-        details.append(self._tie)
+        how = "batches pass in micro-batches of this size"
+        if self.is_auto and self.size is None:
+            how = "whole batches; halved when memory runs out"
+        elif self.is_auto:
+            is_planned = self.splits is Splits.AS_PLANNED
+            why = "planned" if is_planned else "memory ran out with more"
+            how = f"in micro-batches of {self.size} samples, as {why}"
+        weighted = "how their losses are weighted is proven before the first batch is split"
+        if self.proof.weightings:
+            num_samples, milliseconds = self.proof.num_samples, self.proof.seconds * 1000
+            proven = f"proven with {num_samples} samples of a batch in {milliseconds:.0f} ms"
+            weighted = f"losses of micro-batches are {self._weighted()}, {proven}"
+        details = [how, weighted, self._tie]
         if self.is_auto and trainer.world_size > 1:
             details.append("gradients are shared after backward in the first two steps")
         # More than two processes can sum in an order that is not DDP's.
@@ -445,7 +425,6 @@ class MicroBatchSetting(Setting):
 
 
 class BlockMicroBatchSetting(ModuleSetting):
-    name = BlockMicroBatching.argument
     kind = BlockMicroBatching
     is_for_evaluation = True
 

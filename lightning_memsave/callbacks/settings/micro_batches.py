@@ -163,11 +163,8 @@ def part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
     context = alone if is_apart else without_sync
 
     def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
-        if is_apart or not is_last:
-            with context(trainer):
-                parts(part, weight, num_samples, is_last)
-        else:
-            parts(part, weight, num_samples)
+        with context(trainer) if is_apart or not is_last else contextlib.nullcontext():
+            parts(part, weight, num_samples, is_last)
 
     return pass_part
 

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
 from lightning_memsave.techniques.offloading.host_budget import (
@@ -36,10 +36,9 @@ _BETWEEN_STEPS = (
 
 
 class OffloadSetting(ModuleSetting):
-    name = Offloading.argument
     kind = Offloading
     shown = "what"
-    technique: Offloading | None
+    technique: Offloading
     _handle: OffloadingHandle | None
     _why_no_tables = ""
     why_form = ""
@@ -64,8 +63,7 @@ class OffloadSetting(ModuleSetting):
             bytes_per_gradient=(2 if is_half else 4) * bool(arguments["optimizer_in_backward"]),
         )
 
-    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
-        yield from super().conflicts(trainer, pl_module)
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         limit = exactness_limit(self.arguments)
         if not limit.allows(self._exactness_on(trainer)):
             why = (
@@ -73,7 +71,7 @@ class OffloadSetting(ModuleSetting):
                 f"`exactness={limit.value!r}` does not allow"
             )
             fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
-            yield Problem(self.written, why, fix)
+            yield why, fix
 
     def use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         """Apply it, without embeddings where they stand in the way and were not asked for."""
@@ -93,7 +91,7 @@ class OffloadSetting(ModuleSetting):
         """Let the optimizers update on the host, beside the next step where nobody looks."""
         super().start(trainer, pl_module)
         residence = None if self._handle is None else self._handle.residence
-        if self.technique is None or self._handle is None or residence is None:
+        if self._handle is None or residence is None:
             return
         watchers = [o for hook in _BETWEEN_STEPS for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
@@ -127,8 +125,9 @@ class OffloadSetting(ModuleSetting):
 
     def _exactness_on(self, trainer: Any) -> Exactness:
         is_moved = trainer.strategy.root_device.type == "cuda"
-        has_weights = self.technique is not None and self.technique.has_weights
-        return Exactness.ROUNDING if is_moved and has_weights else Offloading.exactness
+        return (
+            Exactness.ROUNDING if is_moved and self.technique.has_weights else Offloading.exactness
+        )
 
     def held_bytes(self, trainer: Any) -> int:
         """Count bytes in host memory, optimizer state with it; 0 without offloading."""
@@ -144,7 +143,6 @@ class OffloadSetting(ModuleSetting):
         return of_states + of_gradients + handle.memory.peak_bytes
 
     def wait(self) -> None:
-        """Let all weights be on the host, up to date."""
         if self._handle is not None:
             self._handle.wait()
 

@@ -29,15 +29,13 @@ class OptimizerSetting(OptimizerTechniqueSetting):
     and without a technique.
     """
 
-    name = LowBitOptimizer.argument
     kind = LowBitOptimizer
     shown = "optimizer"
-    technique: LowBitOptimizer | None
+    technique: LowBitOptimizer
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         self._convert_loaded_states(trainer)
         technique = self.technique
-        assert technique is not None, "it is on"
         saves_all = self.arguments["preset"] == "single_gpu"
         # Those that are unfrozen later count, too.
         if not (self.is_asked or saves_all or unfreezes_later(trainer)):

@@ -14,7 +14,6 @@ from lightning_memsave.callbacks.settings.setting import (
     why_beyond,
 )
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import Problem
 from lightning_memsave.trainer.precision import (
     BF16_CAPABILITY,
     EMULATED,
@@ -57,27 +56,21 @@ class PrecisionSetting(Setting):
             self.off_reason = why_beyond(arguments, self.name, exactness)
             self.is_asked |= self.is_of_weights and is_asked(arguments, weights)
         self.precision = None if self.off_reason else wanted
-        self.value = repr(self.precision)
+        self.value, self.is_on = repr(self.precision), self.precision is not None
 
     @property
     def written(self) -> str:
         return as_given({**self.arguments, self.name: self.precision}, self.name)
 
-    @property
-    def is_on(self) -> bool:
-        return self.precision is not None
-
-    def conflicts(self, trainer: Any, pl_module: Any) -> list[Problem]:
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
         wanted = self.precision
         if wanted is None or wanted == "auto":
-            return []
-        problems = find_conflicts(trainer, pl_module, wanted, self.written, self.is_of_weights)
+            return
+        yield from _reasons_against(trainer, pl_module, wanted, self.is_of_weights)
         if not self.is_asked and wanted != str(trainer.precision) and _emulates(trainer, wanted):
-            overflow = overflows_in_float16(pl_module)
-            why = f"{EMULATED}; {overflow or _WAY_OUT}"
-            problems.append(Problem(self.written, why, f"Set `precision={wanted!r}`."))
-        return problems
+            why = f"{EMULATED}; {overflows_in_float16(pl_module) or _WAY_OUT}"
+            yield why, f"Set `precision={wanted!r}`."
 
     def savings(self, pl_module: Any) -> str:
         return "it would halve the activations of matrix products"
@@ -106,15 +99,8 @@ class PrecisionSetting(Setting):
         self.show("on", *details, exactness=exactness)
 
 
-def find_conflicts(
-    trainer: Any, pl_module: nn.Module, wanted: str, written: str = "", is_of_weights: bool = False
-) -> list[Problem]:
-    reasons = _reasons_against(trainer, pl_module, wanted, is_of_weights)
-    return [Problem(written or f"`precision={wanted!r}`", why, fix) for why, fix in reasons]
-
-
 def _reasons_against(
-    trainer: Any, pl_module: nn.Module, wanted: str, is_of_weights: bool
+    trainer: Any, pl_module: nn.Module, wanted: str, is_of_weights: bool = False
 ) -> Iterator[tuple[str, str]]:
     state = precision_state(trainer)
     # What the Trainer computes in is as good as ours, if it is the same.
@@ -167,9 +153,8 @@ def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:
         overflow = overflows_in_float16(pl_module)
         none = "kept: this GPU has no native bfloat16"
         return None, f"{none}, and {overflow}" if overflow else _NOT_FLOAT16
-    conflicts = find_conflicts(trainer, pl_module, wanted)
-    if conflicts:
-        return None, f"kept: {conflicts[0].what} is not possible, as {conflicts[0].why}"
+    for why, _ in _reasons_against(trainer, pl_module, wanted):
+        return None, f"kept: `precision={wanted!r}` is not possible, as {why}"
     return wanted, ""
 
 

@@ -14,12 +14,11 @@ _NOT_REPEATED = (
 
 
 class PresetSetting(Setting):
-    is_on = True
     name = "preset"
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
-        given = arguments["preset"]
+        self.is_on, given = True, arguments["preset"]
         own = [n for n in values_of(given or BARE) if n not in arguments["from_preset"]]
         settings = {name: arguments[name] for name in arguments["from_preset"]}
         if MicroBatching.argument in settings:

@@ -12,12 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Row, Technique, undo_all
-from lightning_memsave.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    NoEffectWarning,
-    Problem,
-)
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.trainer.configure_optimizers import TechniqueState, enable
 from lightning_memsave.trainer.facts import facts_of
 from lightning_memsave.trainer.failures import describe
@@ -92,6 +87,10 @@ class Setting(ABC):
     is_for_evaluation: ClassVar[bool] = False
     """It matters in validation, test and prediction too."""
 
+    def __init_subclass__(cls) -> None:
+        if cls.kind is not None:
+            cls.name = cls.kind.argument
+
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self.is_asked = is_asked(arguments, self.name) if self.name in arguments else True
@@ -101,14 +100,15 @@ class Setting(ABC):
         self.rows: list[Row] = []
         self.has_yielded = False
         self._undo: list[Callable[[], None]] = []
-        self.technique = self.read()
+        self.technique: Any = self.read()
         if self.technique is not None:
             self.off_reason = why_beyond(arguments, self.name, self.technique.exactness)
         elif not self.is_asked:
             self.off_reason = arguments["from_preset"].get(self.name, "")
-        self.technique = None if self.off_reason else self.technique
-        given = arguments.get(self.name) if self.technique is not None else None
-        self.value = repr(getattr(self.technique, self.shown, None) if self.shown else given)
+        self.is_on = self.technique is not None and not self.off_reason
+        """There is something to apply: what is off has no conflicts, and at most a row."""
+        given = getattr(self.technique, self.shown) if self.is_on and self.shown else None
+        self.value = repr(arguments[self.name] if self.is_on and not self.shown else given)
         """What the user, or the preset, wrote for it."""
 
     def read(self) -> Any:
@@ -117,11 +117,6 @@ class Setting(ABC):
         if getattr(technique, "blocks", "none") is None:
             return dataclasses.replace(technique, blocks=self.arguments["blocks"])
         return technique
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is something to apply: what is off has no conflicts, and only a row."""
-        return self.technique is not None
 
     @property
     def written(self) -> str:
@@ -134,10 +129,14 @@ class Setting(ABC):
 
     def conflicts(self, trainer: Any, pl_module: Any) -> Iterable[Problem]:
         """Find the conflicts of what is on; the technique knows its own."""
-        if self.technique is None:
-            return []
-        found: list[Problem] = self.technique.conflicts(facts_of(trainer, pl_module), self.written)
-        return found
+        if self.technique is not None:
+            yield from self.technique.conflicts(facts_of(trainer, pl_module), self.written)
+        for why, fix in self.reasons(trainer, pl_module):
+            yield Problem(self.written, why, fix)
+
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterable[tuple[str, str]]:
+        """Find other reasons why it cannot be as it was written, and what to do."""
+        return ()
 
     @abstractmethod
     def apply(self, trainer: Any, pl_module: Any) -> None:
@@ -159,7 +158,6 @@ class Setting(ABC):
     def show_handle(self, handle: Handle[Any]) -> Row:
         if not handle.changes:
             return Row(self.name, self.value, "off", handle.skipped)
-        assert self.technique is not None, "it has a handle"
         details, exactness = (handle.summary, *handle.skipped), self.technique.exactness.value
         return Row(self.name, self.value, "on", details, exactness)
 
@@ -195,8 +193,6 @@ class Setting(ABC):
 
 
 class ModuleSetting(Setting):
-    """A technique that changes the module."""
-
     _handle: Handle[nn.Module] | None = None
 
     def conflicts(self, trainer: Any, pl_module: Any) -> Iterable[Problem]:
@@ -245,7 +241,6 @@ class OptimizerTechniqueSetting(Setting):
     _state: TechniqueState | None = None
 
     def enable(self, pl_module: Any, technique: Technique[Any], method: str = "apply") -> None:
-        """Let the module configure its optimizers with the technique."""
         self._state, undo = enable(pl_module, technique, not self.is_asked, method)
         self._undo.append(undo)
 
