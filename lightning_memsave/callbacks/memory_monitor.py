@@ -6,17 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_memsave.callbacks.memory_growth import MemoryGrowth
-from lightning_memsave.callbacks.memory_probes import (
-    PEAKS,
-    CudaProbe,
-    LiveTensorsProbe,
-    Probe,
-)
-from lightning_memsave.callbacks.memory_summary import (
-    MemorySummary,
-    Predicted,
-    print_summary,
-)
+from lightning_memsave.callbacks.memory_probes import PEAKS, CudaProbe, LiveTensorsProbe
+from lightning_memsave.callbacks.memory_summary import MemorySummary, Predicted, print_summary
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.distributed import reduce_over_ranks
@@ -27,9 +18,7 @@ from lightning_memsave.trainer.trainer import first_of, logged_step
 
 @dataclass
 class _Run:
-    """One fit while it lasts."""
-
-    probe: Probe
+    probe: CudaProbe | LiveTensorsProbe
     start_s: float
     # End of the last batch: what comes after it, such as writing checkpoints, is no training.
     end_s: float | None = None
@@ -157,8 +146,7 @@ class GPUMemoryMonitor(CallbackBase):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Begin an optimizer step, if this is its first batch, and measure the batch."""
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         if run.step_before is None:
             run.step_before = trainer.global_step
@@ -171,8 +159,7 @@ class GPUMemoryMonitor(CallbackBase):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the measurement of a batch and, after the last one of a step, log."""
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         run.probe.end_batch()
         run.num_samples += batch_size_of(batch)
@@ -221,8 +208,7 @@ class GPUMemoryMonitor(CallbackBase):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the device, and read it while the module is there."""
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         run.probe.end_batch()
         start_s = time.perf_counter()
@@ -232,43 +218,30 @@ class GPUMemoryMonitor(CallbackBase):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Sum up, over all ranks."""
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         host_bytes = 0 if self.host_bytes_of is None else self.host_bytes_of(trainer)
         summary = replace(_summarize(run, self.run_prediction), host_bytes=host_bytes)
         self._close()
-        highest = reduce_over_ranks(
-            trainer,
-            "max",
-            {
-                "peak_bytes": summary.peak_bytes,
-                "peak_reserved_bytes": summary.peak_reserved_bytes,
-                "nvml_peak_bytes": summary.nvml_peak_bytes,
-                "is_nvml_of_gpu": summary.is_nvml_of_gpu,  # of one rank: the highest may be its
-            },
-        )
+        # The driver told of a whole GPU on one rank: the highest may be its.
+        names = ("peak_bytes", "peak_reserved_bytes", "nvml_peak_bytes", "is_nvml_of_gpu")
+        highest = reduce_over_ranks(trainer, "max", {n: getattr(summary, n) for n in names})
         total = reduce_over_ranks(trainer, "sum", {"num_samples": summary.num_samples})
         whole: dict[str, Any] = {n: int(value) for n, value in (highest | total).items()}
         whole["is_nvml_of_gpu"] = bool(whole["is_nvml_of_gpu"])
         self._summary = replace(summary, **whole)
-        if self.print_summary and trainer.is_global_zero:
-            with attempted(trainer, _NOT_PRINTED):
-                print_summary(self._summary)
+        self._print(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and sum up what there is, of this rank alone: others may be gone."""
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         run.probe.end_batch()
         run.probe.notes.append(f"fit was ended by {type(exception).__name__}")
         self._summary = _summarize(run, self.run_prediction)
         self._close()
-        is_interrupted = isinstance(exception, KeyboardInterrupt)  # otherwise the traceback matters
-        if is_interrupted and self.print_summary and trainer.is_global_zero:
-            with attempted(trainer, _NOT_PRINTED):
-                print_summary(self._summary)
+        if isinstance(exception, KeyboardInterrupt):  # otherwise the traceback matters
+            self._print(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
@@ -279,8 +252,10 @@ class GPUMemoryMonitor(CallbackBase):
         if run is not None:
             run.probe.close()
 
-
-_NOT_PRINTED = "The memory of this fit cannot be printed to standard output"
+    def _print(self, trainer: Any) -> None:
+        if self.print_summary and trainer.is_global_zero and self._summary is not None:
+            with attempted(trainer, "The memory of this fit cannot be printed to standard output"):
+                print_summary(self._summary)
 
 
 # What can be read may change in the middle, such as a driver that is lost.
@@ -328,22 +303,16 @@ def batch_size_of(batch: object) -> int:
 def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -> None:
     problems = []
     if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
-        problems.append(
-            Problem(
-                f"`every_n_steps={every_n_steps!r}`",
-                "it must be a whole number of optimizer steps, at least 1",
-                "Use `every_n_steps=1` to log at every step, or `None` for the Trainer's "
-                "`log_every_n_steps`.",
-            )
-        )
+        why = "it must be a whole number of optimizer steps, at least 1"
+        other = "`None` for the Trainer's `log_every_n_steps`"
+        fix = f"Use `every_n_steps=1` to log at every step, or {other}."
+        problems.append(Problem(f"`every_n_steps={every_n_steps!r}`", why, fix))
     if not isinstance(print_summary, bool):
-        problems.append(
-            Problem(
-                f"`print_summary={print_summary!r}`",
-                "it must be True or False",
-                "Use `print_summary=False` to print nothing.",
-            )
+        what, fix = (
+            f"`print_summary={print_summary!r}`",
+            "Use `print_summary=False` to print nothing.",
         )
+        problems.append(Problem(what, "it must be True or False", fix))
     if problems:
         raise ConfigurationError.from_problems(owner, problems)
 

@@ -1,14 +1,11 @@
 """How memory is measured during training: on CUDA by its allocator, elsewhere by counting."""
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.allocator import read_allocator, read_host_memory
@@ -36,6 +33,11 @@ class PeakReadings:
     num_counted_steps: int | None = None
     had_larger_batches: bool = False
 
+    def raise_to(self, **sizes: int | None) -> None:
+        for name, size in sizes.items():
+            if size is not None:
+                setattr(self, name, max(getattr(self, name) or 0, size))
+
     @property
     def nvml_bytes(self) -> int | None:
         """What the driver told for this process, or else for the whole GPU."""
@@ -43,12 +45,11 @@ class PeakReadings:
 
     @property
     def is_nvml_of_gpu(self) -> bool:
-        """It is for the whole GPU."""
         return self.nvml_process_bytes is None and self.nvml_gpu_bytes is not None
 
 
-class Probe(ABC):
-    """Measures one optimizer step after the other."""
+class Probe:
+    """Measures one optimizer step after the other; `end_batch` is harmless at any time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,6 +57,10 @@ class Probe(ABC):
         self.notes: list[str] = []
         self._num_steps = 0
         self._largest_batch_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.device)
 
     def is_larger(self, batch: object) -> bool:
         """Say whether a batch has more bytes than any before, and remember it."""
@@ -67,45 +72,15 @@ class Probe(ABC):
         self._largest_batch_bytes = num_bytes
         return True
 
-    @property
-    def name(self) -> str:
-        """Name of the device, for people."""
-        return str(self.device)
+    # Only an allocator measures by itself between batches.
+    def end_batch(self) -> None: ...
 
-    @abstractmethod
-    def begin_step(self, is_logged: bool) -> None:
-        """Forget the peak of the step before."""
+    def pause(self) -> None: ...
 
-    @abstractmethod
-    def begin_batch(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
-    ) -> None:
-        """Prepare for one of the batches of the step."""
+    def resume(self) -> None: ...
 
-    @abstractmethod
-    def end_batch(self) -> None:
-        """Stop what ``begin_batch`` began, if it did; harmless at any time."""
-
-    @abstractmethod
-    def end_step(self) -> None:
-        """Take the peak of the step into account."""
-
-    @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Read what is logged of the step that just ended."""
-
-    def pause(self) -> None:  # noqa: B027 - only an allocator goes on measuring by itself
-        """Leave out what comes now, until `resume`."""
-
-    def resume(self) -> None:  # noqa: B027
-        """Measure again."""
-
-    def finish(self) -> None:  # noqa: B027
+    def finish(self) -> None:
         """Take the rest into account, after training, while the module is still there."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what was opened; a second call does nothing."""
 
 
 class CudaProbe(Probe):
@@ -122,35 +97,24 @@ class CudaProbe(Probe):
         self._is_read = False
         self._note(self._nvml.read().reason)
 
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
     def _note(self, reason: str) -> None:
         if reason and reason not in self.notes:
             self.notes.append(reason)
 
-    @property
-    @override
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.device)
-
-    @override
     def begin_step(self, is_logged: bool) -> None:
-        is_early = self._num_steps < _NUM_EARLY_STEPS
-        self._is_read = is_logged or is_early
+        self._is_read = is_logged or self._num_steps < _NUM_EARLY_STEPS
         if self._is_read and self._num_steps:
             self._note_peaks()
         if self._is_read:
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    @override
-    def begin_batch(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
-    ) -> None:
+    def begin_batch(self, module: nn.Module, optimizers: Any, batch: object) -> None:
         self.is_larger(batch)
 
-    @override
-    def end_batch(self) -> None:
-        pass
-
-    @override
     def end_step(self) -> None:
         self._num_steps += 1
         if not self._is_read:
@@ -159,16 +123,13 @@ class CudaProbe(Probe):
         if self._num_steps <= _NUM_EARLY_STEPS:
             self._read_nvml()
 
-    @override
     def pause(self) -> None:
         if self._num_steps:  # validation before training has peaks of its own
             self._note_peaks()
 
-    @override
     def resume(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    @override
     def finish(self) -> None:
         torch.cuda.synchronize(self.device)
         self._note_peaks()
@@ -177,22 +138,15 @@ class CudaProbe(Probe):
     def _note_peaks(self) -> None:
         self._reading = reading = read_allocator(self.device)
         if reading is not None:
-            highest = self.highest
-            highest.peak_bytes = max(highest.peak_bytes or 0, reading.peak_allocated_bytes)
-            highest.reserved_bytes = max(highest.reserved_bytes or 0, reading.peak_reserved_bytes)
+            peaks = (reading.peak_allocated_bytes, reading.peak_reserved_bytes)
+            self.highest.raise_to(peak_bytes=peaks[0], reserved_bytes=peaks[1])
 
     def _read_nvml(self) -> NvmlReading:
-        reserved_bytes = None if self._reading is None else self._reading.reserved_bytes
-        nvml = self._nvml.read(reserved_bytes)
-        highest = self.highest
-        if nvml.process_bytes is not None:
-            highest.nvml_process_bytes = max(highest.nvml_process_bytes or 0, nvml.process_bytes)
-        if nvml.used_bytes is not None:
-            highest.nvml_gpu_bytes = max(highest.nvml_gpu_bytes or 0, nvml.used_bytes)
+        nvml = self._nvml.read(None if self._reading is None else self._reading.reserved_bytes)
+        self.highest.raise_to(nvml_process_bytes=nvml.process_bytes, nvml_gpu_bytes=nvml.used_bytes)
         self._note(nvml.reason)
         return nvml
 
-    @override
     def metrics(self) -> dict[str, float]:
         reading = self._reading
         if reading is None:
@@ -214,7 +168,6 @@ class CudaProbe(Probe):
         }
         return _in_gib(sizes) | counts | _host_metrics()
 
-    @override
     def close(self) -> None:
         self._cleanup.close()
 
@@ -235,15 +188,11 @@ class LiveTensorsProbe(Probe):
         self._step_peak: MemoryBreakdown | None = None
         self._live_bytes: int | None = None
 
-    @override
     def begin_step(self, is_logged: bool) -> None:
         self._step_peak = self._live_bytes = None
         self._is_counted = self._can_count and (is_logged or self._num_steps < _NUM_EARLY_STEPS)
 
-    @override
-    def begin_batch(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
-    ) -> None:
+    def begin_batch(self, module: nn.Module, optimizers: Any, batch: object) -> None:
         self.end_batch()
         if self._can_count and (self.is_larger(batch) or self._is_counted):
             live = LiveTensors(module, optimizers, self.device)
@@ -251,7 +200,6 @@ class LiveTensorsProbe(Probe):
             self._live = live
             live.track_input(batch)
 
-    @override
     def end_batch(self) -> None:
         live, self._live = self._live, None
         if live is None:
@@ -261,7 +209,6 @@ class LiveTensorsProbe(Probe):
         if self._step_peak is None or live.peak.total_bytes > self._step_peak.total_bytes:
             self._step_peak = live.peak
 
-    @override
     def end_step(self) -> None:
         self._num_steps += 1
         peak = self._step_peak
@@ -272,15 +219,12 @@ class LiveTensorsProbe(Probe):
             self.highest.peak_bytes = peak.total_bytes
             self.highest.by_category = peak.by_category()
 
-    @override
     def metrics(self) -> dict[str, float]:
         peak_bytes = None if self._step_peak is None else self._step_peak.total_bytes
         sizes = {"memory/live_gib": self._live_bytes, "memory/peak_live_gib": peak_bytes}
         return _in_gib(sizes) | _host_metrics()
 
-    @override
-    def close(self) -> None:
-        self.end_batch()
+    close = end_batch
 
 
 def is_compiled(module: nn.Module) -> bool:

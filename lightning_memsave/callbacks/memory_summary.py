@@ -58,7 +58,6 @@ class MemorySummary(JupyterMixin):
 
     @property
     def steps_per_second(self) -> float:
-        """Optimizer steps per second."""
         return self.num_steps / self.seconds if self.seconds else 0.0
 
     @property
@@ -79,7 +78,6 @@ class MemorySummary(JupyterMixin):
         return has_state and self.num_steps < 2
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what was measured as plain values, for JSON."""
         predicted = ("prediction", "no_prediction")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in predicted}
         return values | {
@@ -90,7 +88,6 @@ class MemorySummary(JupyterMixin):
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """Write what is known as pairs of name and value."""
         reserved_bytes = None if self.prediction is None else self.prediction.reserved_bytes
         nvml = "peak seen by NVML" + (" on the whole GPU" if self.is_nvml_of_gpu else "")
         sizes = {
@@ -166,13 +163,11 @@ class MemorySummary(JupyterMixin):
 
 
 def shortened(lines: Sequence[str]) -> list[str]:
-    """Give the first three of some lines, and how many more there are."""
     more = len(lines) - MAX_LINES
     return [*lines[:MAX_LINES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def print_summary(summary: MemorySummary, console: Console | None = None) -> None:
-    """Show a summary."""
     console = console or Console(file=sys.stdout)
     if console.is_terminal:
         console.print(summary)

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
-from lightning_memsave.callbacks.settings.activation_checkpointing import (
-    ActivationCheckpointingSetting,
-)
+from lightning_memsave.callbacks.settings.activation_checkpointing import CheckpointingSetting
 from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
 from lightning_memsave.callbacks.settings.budget import BudgetSetting, read_plan
 from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
@@ -23,11 +21,9 @@ from lightning_memsave.callbacks.settings.optimizer_in_backward import Optimizer
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.start_advice import add_start_advice, describe_open_window
 from lightning_memsave.core.blocks import BlockSelector
-from lightning_memsave.core.technique import Row
+from lightning_memsave.core.technique import Row, undo_all
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
@@ -41,17 +37,12 @@ from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.private_names import check_names
-from lightning_memsave.trainer.trainer import (
-    first_of,
-    leave_device,
-    put_first,
-    second_use,
-)
+from lightning_memsave.trainer.trainer import first_of, leave_device, put_first, second_use
+from lightning_memsave.trainer.training_loop import has_open_window
 
 if TYPE_CHECKING:  # loaded by fits that predict or plan
     from lightning_memsave.planning.plan import MemoryPlan
     from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.trainer.training_loop import has_open_window
 
 
 class MemSaveCallback(CallbackBase):
@@ -167,8 +158,7 @@ class MemSaveCallback(CallbackBase):
         self._in_force: Mapping[str, Any] = with_preset(self.arguments)
         self.plan: MemoryPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
-        self._undo_planning: Callable[[], None] | None = None
-        self._undo_order: Callable[[], None] | None = None
+        self._undo_setup: list[Callable[[], None]] = []
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
         self._has_warned_of_window = False
@@ -186,7 +176,7 @@ class MemSaveCallback(CallbackBase):
         arguments = ", ".join(
             f"{name}={value!r}"
             for name, value in self.arguments.items()
-            if not is_default(name, value)
+            if value != _DEFAULTS[name]
         )
         return f"{type(self).__name__}({arguments})"
 
@@ -237,9 +227,11 @@ class MemSaveCallback(CallbackBase):
         is_fit = stage == "fit"
         self.plan = None if is_fit else self.plan
         is_planned = is_fit and self.arguments["budget"] is not None
-        if is_fit and not is_planned:
-            found = host_form(self._settings, self.arguments, trainer, pl_module)
-            self._settings, self._in_force = found or (self._settings, self._in_force)
+        found = host_form(self.arguments, trainer, pl_module) if is_fit and not is_planned else None
+        if found is not None:
+            size = self._micro_batches.size
+            self._settings, self._in_force = found
+            self._micro_batches.size = size
         given = self.arguments if is_planned else self._in_force  # a plan may switch all on
         used = [n for n, v in given.items() if is_planned or (v is not None and v is not False)]
         if not (problems := check_names(trainer, used)) and not is_planned:
@@ -249,13 +241,13 @@ class MemSaveCallback(CallbackBase):
         self._user = id(trainer)
         if is_planned:
             function = functools.partial(self._apply_plan, trainer, pl_module)
-            self._undo_planning = before_strategy_setup(trainer, function)
+            self._undo_setup.append(before_strategy_setup(trainer, function))
         with self._settings.undone_on_error():
             if is_fit:
                 own = first_of(trainer, GPUMemoryMonitor)
                 self._reported = own or self.monitor
                 added = [self.monitor] if own is None and self.monitor is not None else []
-                self._undo_order = put_first(trainer, self, *added)
+                self._undo_setup.append(put_first(trainer, self, *added))
                 for monitor in added:  # the hook that is running does not know of it
                     monitor.setup(trainer, pl_module, stage)
 
@@ -264,12 +256,12 @@ class MemSaveCallback(CallbackBase):
         from lightning_memsave.callbacks.run_plan import plan_fit
 
         size = self._micro_batches.size
-        self.plan = plan_fit(trainer, pl_module, MemSaveCallback, self.arguments, self.plan)
+        self.plan = plan_fit(trainer, MemSaveCallback, self.arguments, self.plan)
         chosen = self.plan.plan.settings
         self._settings = make_settings(type(self).__name__, self.arguments, chosen)
         self._in_force = with_plan(self.arguments, chosen)
         self._budget.use(self.plan)
-        self._settings.find(ActivationCheckpointingSetting).blocks = self.arguments["blocks"]
+        self._settings.find(CheckpointingSetting).blocks = self.arguments["blocks"]
         if self._micro_batches.is_auto:
             needed = None if self.plan.frontier else size  # of the checkpoint
             self._micro_batches.plan(chosen.get("micro_batch_size"), needed)
@@ -288,7 +280,7 @@ class MemSaveCallback(CallbackBase):
             raise IncompatibleError(type(self).__name__, problems)
         self._prediction.begin()
         if self.plan is not None:
-            self._budget.allow_changes(trainer, pl_module, self._settings)
+            self._budget.allow_changes(self._settings)
             if self.plan.plan.prediction is not None:
                 self._prediction.use(self.plan.plan.prediction)
                 self._use_prediction()
@@ -310,7 +302,7 @@ class MemSaveCallback(CallbackBase):
         """Predict the memory of the fit when its first batch is there."""
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
-            self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
+            self._prediction.before_batch(trainer, batch, MemSaveCallback, arguments)
             self._use_prediction()
         if self.plan is not None:
             self._budget.watch(trainer, is_start=True)
@@ -351,7 +343,7 @@ class MemSaveCallback(CallbackBase):
                     callback.write_before_undo(trainer, pl_module, exception)
             with attempted(trainer, "There is no advice on memory"):
                 add_advice(trainer, pl_module, exception, error)
-        if error is None:
+        else:
             with attempted(trainer, "There is no advice on settings"):
                 rows = self.rows if self._has_started else ()
                 add_start_advice(exception, trainer.ckpt_path, rows, has_trained=self._has_trained)
@@ -373,12 +365,7 @@ class MemSaveCallback(CallbackBase):
 
     def _undo(self, trainer: Any) -> None:
         self._outside, self._has_trained = None, False
-        if self._undo_planning is not None:
-            self._undo_planning()
-            self._undo_planning = None
-        if self._undo_order is not None:
-            self._undo_order()
-            self._undo_order = None
+        undo_all(self._undo_setup)
         for failure in self._settings.undo():
             say(trainer, failure)
 
@@ -430,11 +417,9 @@ class MemSaveCallback(CallbackBase):
     ) -> None:
         directory, self._directory = self._directory, None
         has_started, self._has_started = self._has_started, False
-        if (
-            directory is None
-            or not (has_started or is_always)
-            or not self.arguments["report"]
-            or not trainer.is_global_zero
+        is_due = directory is not None and (has_started or is_always)
+        if directory is None or not (
+            is_due and self.arguments["report"] and trainer.is_global_zero
         ):
             return
         # In an evaluation the figures are those of an earlier fit.
@@ -456,8 +441,3 @@ _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(MemSaveCallback).parameters.items()
 }
-
-
-def is_default(name: str, value: object) -> bool:
-    """Say whether an argument of `MemSaveCallback` need not be written."""
-    return bool(value == _DEFAULTS[name])

@@ -4,14 +4,18 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from typing_extensions import override
+from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memsave.callbacks.oom_remedies import add_predictions, predict_remedies
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.callbacks.settings.arguments import time_limit
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.core.clock import processor_time_s
+from lightning_memsave.errors import ConfigurationError, MemsaveError, Problem
+from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.oom.report import (
     SNAPSHOT_NAME,
@@ -23,10 +27,19 @@ from lightning_memsave.oom.report import (
     out_of_memory_in,
     write_files,
 )
+from lightning_memsave.planning.remedies import Remedy, remedies_of
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.what_if import WhatIf
+from lightning_memsave.report.page import make_page
 from lightning_memsave.trainer.failures import attempted, describe, say
 from lightning_memsave.trainer.hooks import CallbackBase
+from lightning_memsave.trainer.precision import overflows_in_float16
+from lightning_memsave.trainer.trainer import first_of
+from lightning_memsave.units import format_bytes
 
 PREDICT_LIMIT_S = 60.0
+_UNCHANGED = "unchanged"
+_PAGE_NAME = "memsave_oom.html"
 
 
 class OOMObserver(CallbackBase):
@@ -78,13 +91,8 @@ class OOMObserver(CallbackBase):
         extra: Callable[[OutOfMemoryReport], None] | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(
-            type(self).__name__,
-            dirpath=dirpath,
-            record_history=record_history,
-            counts={"max_history_entries": max_history_entries, "num_largest": num_largest},
-            extra=extra,
-        )
+        counts = {"max_history_entries": max_history_entries, "num_largest": num_largest}
+        _check_arguments(type(self).__name__, dirpath, record_history, counts, extra)
         limit_s = time_limit(predict)
         self.predict_limit_s = PREDICT_LIMIT_S if predict is True else limit_s
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
@@ -116,9 +124,9 @@ class OOMObserver(CallbackBase):
         """
         limit_s, batch = self.predict_limit_s, self._batch_at_hand
         if limit_s is not None and pl_module is not None and trainer.training and batch is not None:
-            predicted = predict_remedies(trainer, pl_module, batch, limit_s)
+            predicted = _predict_remedies(trainer, pl_module, batch, limit_s)
             if predicted is not None:
-                add_predictions(report, *predicted)
+                _add_predictions(report, *predicted)
         if self.extra is not None:
             self.extra(report)
 
@@ -135,38 +143,22 @@ class OOMObserver(CallbackBase):
             torch.cuda.memory._record_memory_history(max_entries=self.max_history_entries)
             self._is_recording = True
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the shapes of the batch."""
-        self._note_batch(batch, batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Forget the batch."""
-        self._forget_batch()
-
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Note the shapes of the batch."""
-        self._note_batch(batch, batch_idx)
+        self._batch_idx, self._batch = batch_idx, tuple(describe_batch(batch))
+        self._batch_at_hand = batch  # Lightning has it as long, so that it lives no longer
 
-    @override
-    def on_validation_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Forget the batch."""
-        self._forget_batch()
+        self._batch_idx, self._batch, self._batch_at_hand = None, (), None
 
+    _forget_batch = on_validation_batch_end
+
+    on_train_batch_start = on_validation_batch_start
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_train_batch_end = on_validation_batch_end
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -178,7 +170,6 @@ class OOMObserver(CallbackBase):
             if error is not None and self._report is not None:
                 self._extend(self._report, trainer, pl_module)
         self._stop_recording()
-        self._forget_batch()
 
     def write_before_undo(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what is known while all of it is still in place: `MemSaveCallback` calls it first.
@@ -205,7 +196,6 @@ class OOMObserver(CallbackBase):
         """Stop recording."""
         self._outside = None
         self._stop_recording()
-        self._forget_batch()
 
     def _write(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
         batch = list(tensors_in(self._batch_at_hand))
@@ -244,22 +234,15 @@ class OOMObserver(CallbackBase):
         if before != (report.to_dict(), set(report.files)):
             self._save(report, trainer)
 
-    def _note_batch(self, batch: object, batch_idx: int) -> None:
-        self._batch_idx = batch_idx
-        self._batch = tuple(describe_batch(batch))
-        self._batch_at_hand = batch  # Lightning has it as long, so that it lives no longer
-
-    def _forget_batch(self) -> None:
-        self._batch_idx, self._batch, self._batch_at_hand = None, (), None
-
     def _stop_recording(self) -> None:
+        self._forget_batch()
         if self._is_recording:
             self._is_recording = False
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _check_arguments(
-    owner: str, *, dirpath: object, record_history: object, counts: dict[str, int], extra: object
+    owner: str, dirpath: object, record_history: object, counts: dict[str, int], extra: object
 ) -> None:
     problems = []
     if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
@@ -279,3 +262,64 @@ def _check_arguments(
         problems.append(Problem(f"`extra={extra!r}`", "it cannot be called", fix))
     if problems:
         raise ConfigurationError.from_problems(owner, problems)
+
+
+def _predict_remedies(
+    trainer: Any, pl_module: Any, batch: Any, limit_s: float
+) -> tuple[MemoryPrediction, list[Remedy]] | None:
+    if obstacle(trainer, pl_module):
+        return None
+    start_s = processor_time_s()
+    callback = first_of(trainer, MemSaveCallback)
+    given = MemSaveCallback(preset="off") if callback is None else callback
+    has_begun = callback is not None and bool(callback.rows)
+    arguments = given.effective_arguments() if has_begun else dict(given.arguments)
+    written = {"preset": "off"} if callback is None else dict(callback.arguments)
+    if isinstance(arguments.get("micro_batch_size"), int):
+        written["micro_batch_size"] = arguments["micro_batch_size"]
+    step = step_of(trainer, pl_module, batch, MemSaveCallback, arguments)
+    what_if = WhatIf(
+        replace(step, time_limit_s=limit_s),
+        parameter_table(pl_module),
+        overflows=bool(overflows_in_float16(pl_module)),
+    )
+    # The error may have been raised inside of a mode, such as one that counts operators.
+    with _disable_current_modes():
+        try:
+            base = what_if.base()
+        except (MemsaveError, TimeoutError):
+            return None
+        refused = {row.name for row in given.rows if row.status == "off"}
+        left_s = start_s + limit_s - processor_time_s()
+        return base, remedies_of(what_if, written, left_s, refused)
+
+
+def _add_predictions(
+    report: OutOfMemoryReport, base: MemoryPrediction, remedies: list[Remedy]
+) -> None:
+    kept, beyond = report.diagnosis.kept, []
+    if kept is not None:
+        beyond = [
+            f"beside it: {format_bytes(kept.before_bytes - kept.expected_bytes)} that were alive "
+            "before the step and that no step needs, "
+            f"{format_bytes(kept.num_bytes)} of it in `{kept.owner}`"
+        ]
+    lines = [
+        f"{_UNCHANGED}: predicted peak {format_bytes(base.peak_bytes)}, "
+        f"{format_bytes(base.device_bytes)} on the device",
+        *beyond,
+        *map(str, remedies),
+    ]
+    data: dict[str, Any] = {
+        _UNCHANGED: {"peak_bytes": base.peak_bytes, "device_bytes": base.device_bytes}
+    }
+    data |= {remedy.how: remedy.to_dict() for remedy in remedies}
+    report.add_section("What would have helped", lines, data)
+    predictions = {_UNCHANGED: base} | {r.how: r.prediction for r in remedies if r.prediction}
+    page = make_page(
+        list(predictions.items()),
+        title="The step that ran out of memory",
+        device_capacity_bytes=report.diagnosis.oom.capacity_bytes,
+        notes=[report.diagnosis.summary, *report.diagnosis.advice],
+    )
+    report.add_file(_PAGE_NAME, page)

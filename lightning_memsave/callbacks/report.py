@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,11 +23,14 @@ _WIDTH = 100
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Show what was switched on, what was not, and why."""
     console = console or Console(file=sys.stdout)
     if not console.is_terminal:
-        for line in plain_lines(rows):
-            console.file.write(f"{line}\n")
+        lines = ["MemSaveCallback:"]  # for a log file
+        for row in rows:
+            exactness = f" ({row.exactness})" if row.exactness else ""
+            line = f"  {row.name}={row.value}: {row.status}{exactness}. {'; '.join(row.details)}"
+            lines.append(line.rstrip(" ."))
+        console.file.write("\n".join([*lines, ""]))
         console.file.flush()
         return
     table = Table(title="MemSaveCallback", title_justify="left", show_lines=False)
@@ -40,16 +43,6 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         cells[2].stylize(colors[row.status])
         table.add_row(*cells, Text("\n".join(row.details)))
     console.print(table)
-
-
-def plain_lines(rows: Iterable[Row]) -> list[str]:
-    """Write the rows for a log file."""
-    lines = ["MemSaveCallback:"]
-    for row in rows:
-        exactness = f" ({row.exactness})" if row.exactness else ""
-        details = "; ".join(row.details)
-        lines.append(f"  {row.name}={row.value}: {row.status}{exactness}. {details}".rstrip(" ."))
-    return lines
 
 
 def plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The plan that a run makes for its budget, from its first batch, before anything is set up."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.callbacks.settings.arguments import make_settings
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.setting import Arguments
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.measure.parameters import parameter_table
@@ -32,14 +33,10 @@ LIMIT_S = 120.0
 
 
 def plan_fit(
-    trainer: Any,
-    pl_module: Any,
-    make_callback: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    saved: MemoryPlan | None,
+    trainer: Any, make_callback: Callable[..., Any], arguments: Arguments, saved: MemoryPlan | None
 ) -> MemoryPlan:
     """Plan a fit, on rank zero, for all ranks."""
-    why = obstacle(trainer, pl_module)
+    why = obstacle(trainer, trainer.lightning_module)
     batch = None if why else first_batch(trainer)
     outcome: MemoryPlan | Exception | None = None
     if trainer.is_global_zero:
@@ -47,7 +44,7 @@ def plan_fit(
             if why:
                 outcome = _refusal(arguments, f"the fit cannot be planned ({why})")
             else:
-                outcome = _plan(trainer, pl_module, make_callback, arguments, saved, batch=batch)
+                outcome = _plan(trainer, make_callback, arguments, saved, batch)
         # All ranks have to end, and the user's code may raise anything on fake tensors.
         except MemsaveError as error:
             outcome = error
@@ -61,22 +58,16 @@ def plan_fit(
     return outcome
 
 
-def _refusal(arguments: Mapping[str, Any], why: str) -> IncompatibleError:
+def _refusal(arguments: Arguments, why: str) -> IncompatibleError:
     fix = 'Name the settings instead, such as `preset="single_gpu"`, or remove `budget`.'
     problem = Problem(f"`budget={arguments['budget']!r}`", why, fix)
     return IncompatibleError("MemSaveCallback", [problem])
 
 
 def _plan(
-    trainer: Any,
-    pl_module: Any,
-    make_callback: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    saved: MemoryPlan | None,
-    *,
-    batch: Any,
+    trainer: Any, make_callback: Any, arguments: Arguments, saved: MemoryPlan | None, batch: Any
 ) -> MemoryPlan:
-    device = trainer.strategy.root_device
+    device, pl_module = trainer.strategy.root_device, trainer.lightning_module
     if batch is None:
         raise _refusal(arguments, "there is no batch to plan with")
     gpu = local_gpu(device) if device.type == "cuda" else None
@@ -121,7 +112,7 @@ def _find(search: PlanSearch, budget_bytes: int) -> MemoryPlan:
 
 
 # What stands against the strategy or the module stays off; the settings know it.
-def _conflicting(trainer: Any, pl_module: Any, arguments: Mapping[str, Any]) -> list[str]:
+def _conflicting(trainer: Any, pl_module: Any, arguments: Arguments) -> list[str]:
     found = []
     for entry in entries():
         values = [offer.value for offer in entry.offers]

@@ -4,7 +4,7 @@ import linecache
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.memory_probes import is_compiled
 from lightning_memsave.callbacks.memory_summary import Predicted, shortened
+from lightning_memsave.callbacks.settings.setting import Arguments
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Row
 from lightning_memsave.core.trainer_facts import SHARDED
@@ -45,26 +46,16 @@ class RunPrediction(Predicted):
         """The first batch has not come yet."""
 
     def begin(self) -> None:
-        """A fit begins."""
         self.prediction, self.note, self.seconds = None, "", 0.0
         self.is_due = self.limit_s is not None
 
     def use(self, prediction: "MemoryPrediction") -> None:
-        """Take the prediction of a plan, which was made before the fit."""
         self.prediction, self.is_due = prediction, False
 
     def before_batch(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        batch: Any,
-        make_callback: Callable[..., Any],
-        arguments: Mapping[str, Any],
+        self, trainer: Any, batch: Any, make_callback: Callable[..., Any], arguments: Arguments
     ) -> None:
-        """Predict, if this is the first batch."""
-        if not self.is_due:
-            return
-        self.is_due = False
+        self.is_due, pl_module = False, trainer.lightning_module
         if not trainer.is_global_zero:
             return
         from lightning_memsave.prediction.predict import predict
@@ -100,16 +91,14 @@ class RunPrediction(Predicted):
             log_info(trainer, f"Predicted peak memory: {size}{guessed}.")
 
     def to_dict(self, error: float | None) -> dict[str, Any] | None:
-        """Give what the report says of it."""
         if self.prediction is None:
             return {"note": self.note} if self.note else None
         return self.prediction.to_dict() | {"error": error, "seconds": self.seconds}
 
 
 def effective_settings(
-    arguments: Mapping[str, Any], rows: Sequence[Row], micro_batch_size: int | None
+    arguments: Arguments, rows: Sequence[Row], micro_batch_size: int | None
 ) -> dict[str, Any]:
-    """Give the arguments of a callback that would do what this run does."""
     on = {row.name for row in rows if row.status == "on"}
     result = {**arguments, **dict.fromkeys(_LEFT_OUT)}
     if not frees_early(arguments):
@@ -126,7 +115,6 @@ def effective_settings(
 
 
 def obstacle(trainer: Any, pl_module: Any) -> str:
-    """Return why a fit cannot be predicted."""
     if is_compiled(pl_module):
         return "the graphs of `torch.compile` allocate in their own way"
     if is_strategy(trainer, *SHARDED):
@@ -181,17 +169,15 @@ _WITHOUT_VALUES = (
 
 
 def step_of(
-    trainer: Any,
-    pl_module: Any,
-    batch: Any,
-    make_callback: Callable[..., Any],
-    settings: Mapping[str, Any],
+    trainer: Any, pl_module: Any, batch: Any, make_callback: Any, settings: Arguments
 ) -> "TrainingStep":
-    """Describe the steps of a fit as a `TrainingStep`."""
     from lightning_memsave.prediction.cuda.gpus import local_gpu
     from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 
-    device = trainer.strategy.root_device
+    device, num_batches = trainer.strategy.root_device, trainer.num_training_batches
+    num_batches = 1000 if num_batches == float("inf") else max(int(num_batches), 4)
+    trained = [p for p in pl_module.parameters() if p.requires_grad]
+    bucket_bytes = sum(p.nbytes for p in trained) if copies_gradients(trainer) else 0
     return TrainingStep(
         pl_module,
         batch,
@@ -208,19 +194,5 @@ def step_of(
         },
         device=device.type,
         gpu=local_gpu(device) if device.type == "cuda" else None,
-        fit=RunningFit(
-            _finite(trainer.num_training_batches),
-            _bucket_bytes(trainer, pl_module),
-            num_processes=trainer.world_size,
-        ),
+        fit=RunningFit(num_batches, bucket_bytes, num_processes=trainer.world_size),
     )
-
-
-def _bucket_bytes(trainer: Any, pl_module: Any) -> int:
-    if not copies_gradients(trainer):
-        return 0
-    return sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
-
-
-def _finite(num_batches: float) -> int:
-    return 1000 if num_batches == float("inf") else max(int(num_batches), 4)

@@ -26,7 +26,6 @@ _LIGHTNING = ("/lightning/pytorch/", "/pytorch_lightning/")
 def add_start_advice(
     exception: BaseException, checkpoint: object, rows: Sequence[Row], *, has_trained: bool
 ) -> None:
-    """Let an exception name what may be its reason, below its traceback."""
     if not has_trained:
         _add_advice_on_checkpoint(exception, checkpoint)
         _add_advice_on_settings(exception, rows)

@@ -236,7 +236,7 @@ class Smaller(pl.Callback):
     ) -> None:
         if batch_idx == self.batch_idx:
             setting = self.callback._micro_batches
-            runner = setting.runner or setting._make_runner(trainer, pl_module)
+            runner = setting.runner or setting._make_runner(trainer)
             setting.runner = runner
             setting.size = runner.size = 2
 

@@ -1,17 +1,15 @@
 """`accumulate_grad_batches` of `MemSaveCallback`, with the last partial window scaled right."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.micro_batches import has_batch_norm, is_among
+from lightning_memsave.callbacks.settings.micro_batches import is_among, warn_of_batch_norm
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, warn, why_beyond
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import ConfigurationError, ExactnessWarning, Problem
+from lightning_memsave.errors import ConfigurationError, ExactnessWarning
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting, read_weights
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import all_reduce_min
@@ -41,7 +39,7 @@ class AccumulationSetting(Setting):
             )
         if wanted is not None and wanted > 1:
             why_beyond(arguments, self.name, Exactness.ROUNDING)
-        self.value = str(wanted)
+        self.value, self.is_on = str(wanted), wanted is not None
         self.micro_batches: MicroBatchSetting | None = None
         """What proves how losses are weighted, where it is on."""
         # Factor of the batches of this window that have passed backward already.
@@ -49,31 +47,21 @@ class AccumulationSetting(Setting):
         self._window = _Window()
         self._is_equal = False  # batches weigh the same, as a proof has failed
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer's own value, the scheduler and manual optimization."""
-        if self.num_batches is None:
-            return []
-        own, reasons = trainer.accumulate_grad_batches, []
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
+        own = trainer.accumulate_grad_batches
         if not pl_module.automatic_optimization:
             name = f"`{type(pl_module).__name__}.automatic_optimization=False`"
             why = "the module steps its own optimizers, and Lightning would ignore this silently"
             fix = "Set `accumulate_grad_batches=None` and accumulate in `training_step`."
-            reasons.append((f"{name}: {why}", fix))
+            yield f"{name}: {why}", fix
         if own not in (1, self.num_batches):
             why = f"the Trainer was given `accumulate_grad_batches={own}`"
-            fix = f"Remove one of the two, or pass `accumulate_grad_batches={own}` here too."
-            reasons.append((why, fix))
+            yield why, f"Remove one of the two, or pass `accumulate_grad_batches={own}` here too."
         if has_scheduler(trainer):
             why = "the Trainer has a `GradientAccumulationScheduler`, which sets it per epoch"
-            fix = "Remove that callback, or set `accumulate_grad_batches=None` here."
-            reasons.append((why, fix))
-        return [Problem(self.written, *reason) for reason in reasons]
+            yield why, "Remove that callback, or set `accumulate_grad_batches=None` here."
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set it, or say what the Trainer does by itself."""
-        if self.num_batches is None:
-            self._show_trainers(trainer)
-            return
         own, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self.num_batches
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", own))
         details = [f"one optimizer step per {self.num_batches} batches"]
@@ -85,28 +73,19 @@ class AccumulationSetting(Setting):
             is_proven = self.micro_batches is not None and self.micro_batches.is_passing
             details.append(_WEIGHTED if is_proven else _EQUAL)
         self.show("on", *details, exactness="rounding")
-        if self.num_batches > 1 and has_batch_norm(pl_module):
-            warn(
-                trainer,
-                f"{self.written} and batch normalisation: its "
-                "statistics come from each batch alone, not from the whole window. Use a "
-                "normalisation without batch statistics, such as `nn.GroupNorm`, if that matters.",
-                ExactnessWarning,
-            )
+        if self.num_batches > 1:
+            alone = "batch alone, not from the whole window"
+            warn_of_batch_norm(trainer, pl_module, self.written, alone)
 
-    def _show_trainers(self, trainer: Any) -> None:
-        own, self.rows = trainer.accumulate_grad_batches, []
+    def stay_off(self, trainer: Any, pl_module: Any) -> None:
+        """Say what the Trainer does by itself."""
+        own = trainer.accumulate_grad_batches
         if has_scheduler(trainer) or own != 1:
             self.value = "scheduled" if has_scheduler(trainer) else str(own)
             self.show("unchanged", _LIGHTNING_SCALES)
 
     def scale(
-        self,
-        trainer: Any,
-        batch_idx: int,
-        is_last: bool,
-        parameters: Iterable[nn.Parameter],
-        parts: BatchParts | None,
+        self, trainer: Any, batch_idx: int, is_last: bool, parameters: Any, parts: BatchParts | None
     ) -> float:
         """Find the factor for a batch's loss, which Lightning has divided already."""
         nominal = trainer.accumulate_grad_batches
@@ -133,15 +112,14 @@ class AccumulationSetting(Setting):
         micro_batches, window = self.micro_batches, self._window
         if micro_batches is None or not micro_batches.is_passing or parts is None or self._is_equal:
             return 1.0
-        pl_module = trainer.lightning_module
         with parts.before_start():
-            runner = micro_batches.prove_once(trainer, pl_module, parts)
+            runner = micro_batches.prove_once(trainer, parts)
             if micro_batches.proof.reason:
                 return 1.0
             shares = window.shares_of(runner.weightings_for(parts.batch), parts.batch)
             differ = any(not math.isclose(share, shares[0]) for share in shares)
             if len(runner.weightings) > 1 and not all_reduce_min(trainer, int(not differ)):
-                proof = micro_batches.settle(trainer, pl_module, parts)
+                proof = micro_batches.settle_weightings(trainer, parts)
                 if proof.reason:
                     self._is_equal = True
                     warn(trainer, f"{_ALIKE}: {proof.reason}.", ExactnessWarning)
@@ -151,8 +129,6 @@ class AccumulationSetting(Setting):
 
 @dataclass
 class _Window:
-    """Batches of one step of the optimizer."""
-
     total: float = 0.0
     """Sum of the weights, in weights of the first batch."""
     first: dict[str, float] = field(default_factory=dict)
@@ -179,7 +155,6 @@ _ALIKE = (
 
 
 def has_scheduler(trainer: Any) -> bool:
-    """Say whether the number of batches per step changes from epoch to epoch."""
     return is_among(trainer, "GradientAccumulationScheduler")
 
 

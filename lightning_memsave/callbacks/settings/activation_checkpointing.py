@@ -7,30 +7,23 @@ from torch import nn
 from lightning_memsave.callbacks.settings.setting import Arguments, ModuleSetting, as_given
 from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.registry import uses_blocks
 
 
-class ActivationCheckpointingSetting(ModuleSetting):
-    """Blocks whose activations are recomputed."""
-
-    name = ActivationCheckpointing.argument
+class CheckpointingSetting(ModuleSetting):
     kind = ActivationCheckpointing
     shown = "which"
-    technique: ActivationCheckpointing | None
+    technique: ActivationCheckpointing
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
         self.blocks = arguments["blocks"]
-        """What the user named as blocks."""
         planned = () if arguments["budget"] is None else arguments["from_preset"]
         is_named = self.blocks is not None and self.name not in planned
         self.is_asked = self.is_asked or is_named
 
     def read(self) -> Any:
-        """Read which blocks."""
         wanted, blocks = self.arguments[self.name], self.arguments["blocks"]
         if wanted is not None and not isinstance(wanted, ActivationCheckpointing):
             ActivationCheckpointing.from_value(wanted)
@@ -45,7 +38,7 @@ class ActivationCheckpointingSetting(ModuleSetting):
     def change(self, pl_module: nn.Module, which: Any) -> None:
         """Recompute other blocks from now on, between two passes."""
         self.undo()
-        self.value, self.technique = repr(which), None
+        self.value, self.is_on = repr(which), which is not None
         if which is None:
             self.show("off", "the plan is without it")
         else:
@@ -53,7 +46,5 @@ class ActivationCheckpointingSetting(ModuleSetting):
             self.use(self.technique, pl_module)
 
     def savings(self, pl_module: Any) -> str:
-        """Say which blocks would have been recomputed."""
-        assert self.technique is not None, "only what is on can yield"
         blocks = find_blocks(pl_module, self.technique.blocks)
         return f"it would free the activations of {len(blocks)} blocks" if blocks else ""

@@ -1,14 +1,12 @@
 """Arguments of ``MemSaveCallback``: checked all at once, and turned into settings."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import AccumulationSetting
-from lightning_memsave.callbacks.settings.activation_checkpointing import (
-    ActivationCheckpointingSetting,
-)
+from lightning_memsave.callbacks.settings.activation_checkpointing import CheckpointingSetting
 from lightning_memsave.callbacks.settings.attention import AttentionSetting
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
@@ -48,7 +46,7 @@ SETTINGS: tuple[type[Setting], ...] = (
     MicroBatchSetting,
     AttentionSetting,
     ChunkedCrossEntropySetting,
-    ActivationCheckpointingSetting,
+    CheckpointingSetting,
     BlockMicroBatchSetting,
     OptimizerSetting,
     OffloadSetting,
@@ -60,7 +58,7 @@ T = TypeVar("T")
 
 
 def host_form(
-    before: Settings, arguments: Arguments, trainer: Any, pl_module: Any
+    arguments: Arguments, trainer: Any, pl_module: Any
 ) -> tuple[Settings, Arguments] | None:
     """Choose the fastest form of what is on the host for which it has enough memory."""
     offload = with_preset(arguments)[OffloadSetting.name]
@@ -75,44 +73,30 @@ def host_form(
         if name in form and settings.conflicts_of(name, trainer, pl_module):
             continue
         setting = settings.find(OffloadSetting)
-        setting.why_form = f"{_named(form)}: {why}" if form else ""
-        needed_bytes, limit_bytes = setting.host_bytes(pl_module)
+        changed = ", ".join(f"`{name}={value!r}`" for name, value in form.items())
+        setting.why_form = f"{changed}: {why}" if form else ""
+        needed_bytes, limit_bytes = setting.technique.host_bytes(pl_module)
         tried.append((needed_bytes, settings, form))
         if needed_bytes <= limit_bytes:
             break
-        why = (
-            f"without, the host needs {format_bytes(needed_bytes)}, and `host_budget` is "
-            f"{format_bytes(int(limit_bytes))}"
-        )
+        needs, has = format_bytes(needed_bytes), format_bytes(int(limit_bytes))
+        why = f"without, the host needs {needs}, and `host_budget` is {has}"
     else:
-        tried.sort(key=lambda one: one[0])
-        tried.append(tried[0])
-    _, settings, form = tried[-1]
-    setting = settings.find(OffloadSetting)
-    size = before.find(MicroBatchSetting).size
-    settings.find(MicroBatchSetting).size = size
+        _, settings, form = min(tried, key=lambda one: one[0])
+        setting = settings.find(OffloadSetting)
     problems = [] if setting.is_asked else setting.check(trainer, pl_module)
     if not problems:
         return settings, with_preset(arguments, form)
     instead = {**arguments, "preset": SMALLER_PRESET, setting.name: None, "host_budget": None}
     settings = make_settings("MemSaveCallback", instead)
-    settings.find(MicroBatchSetting).size = size
     reasons = "; ".join(f"{problem.what}: {problem.why}" for problem in problems)
     settings.find(OffloadSetting).off_reason = f"{reasons}; as `preset={SMALLER_PRESET!r}`"
     return settings, with_preset(instead)
 
 
-def _named(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
-
-
 def make_settings(
-    owner: str,
-    arguments: Arguments,
-    plan: Mapping[str, Any] | None = None,
-    form: Mapping[str, Any] | None = None,
+    owner: str, arguments: Arguments, plan: Arguments | None = None, form: Arguments | None = None
 ) -> Settings:
-    """Check every argument and make what the callback works with."""
     problems: list[Problem | str] = []
     try:
         arguments = with_preset(arguments, form) if plan is None else with_plan(arguments, plan)
@@ -133,8 +117,7 @@ def make_settings(
     attempt(_report)
     attempt(lambda given: time_limit(given["predict"]))
     if problems:
-        failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
-        raise failure
+        raise ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
     found = [setting for setting in settings if setting is not None]
     if arguments["budget"] is not None:
         made = Settings([BudgetSetting(arguments), *found])
@@ -169,7 +152,6 @@ def _report(arguments: Arguments) -> None:
 
 
 def time_limit(predict: object) -> float | None:
-    """Read how long a prediction may take."""
     if isinstance(predict, bool):
         return TIME_LIMIT_S if predict else None
     if not isinstance(predict, int | float) or not 0 < predict < math.inf:

@@ -5,7 +5,4 @@ from lightning_memsave.techniques.attention_kernel.technique import AttentionKer
 
 
 class AttentionSetting(ModuleSetting):
-    """Another attention kernel."""
-
-    name = AttentionKernel.argument
     kind = AttentionKernel

@@ -1,15 +1,12 @@
 """`budget` of `MemSaveCallback`: the plan, the limit of the allocator, and smaller plans on OOM."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_memsave.callbacks.settings.activation_checkpointing import (
-    ActivationCheckpointingSetting,
-)
+from lightning_memsave.callbacks.settings.activation_checkpointing import CheckpointingSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, Settings
 from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
@@ -26,29 +23,35 @@ _CUT_OFF = (
 
 
 class BudgetSetting(Setting):
-    """What was planned for a budget, and what takes its place when memory runs out."""
+    """What was planned for a budget, and what takes its place when memory runs out.
+
+    It is the `Relief` of micro-batches while its plan may change.
+    """
 
     name = "budget"
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
-        self.value = repr(arguments[self.name])
+        self.value, self.is_on = repr(arguments[self.name]), True
         self._made: MemoryPlan | None = None
         self._plan: Plan | None = None  # in force
         self._ladder: Sequence[Plan] = ()  # without what memory was short with
         self._note = ""
-        self._change: Callable[[Plan, Plan], None] | None = None
-        self._is_possible: Callable[[Plan], bool] = lambda plan: True
+        self._settings: Settings | None = None  # what may change
         self._num_retries: int | None = None
 
     def use(self, made: "MemoryPlan") -> None:
-        """Remember what was planned, before it is applied."""
         self._made, self._plan, self._ladder = made, made.plan, made.ladder
         other = made.runner_up
         if other is not None:
             self._note = f"next best: {other.short}, {other.time_ratio:.2f} times the time"
         elif not made.frontier:
             self._note = "the plan of the checkpoint"
+
+    def _in_force(self) -> "tuple[MemoryPlan, Plan]":
+        assert self._made is not None, "a fit has a plan"
+        assert self._plan is not None, "a fit has a plan"
+        return self._made, self._plan
 
     def report(self) -> dict[str, Any] | None:
         """Give what a report of the run shows: the plans, and which one is in force."""
@@ -59,71 +62,48 @@ class BudgetSetting(Setting):
         return found | {"in_force": plan.to_dict()}
 
     def state(self) -> dict[str, Any]:
-        """Give what a checkpoint keeps, with the plan that is in force by now."""
-        assert self._made is not None, "a fit has a plan"
-        assert self._plan is not None, "a fit has a plan"
-        return _state(self._made, self._plan, self._ladder)
+        return _state(*self._in_force(), self._ladder)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Put up the wall, and show the plan."""
         self._show()
         device = trainer.strategy.root_device
         if self._made is not None and device.type == "cuda":  # pragma: no cover (gpu)
             self._undo.append(put_up_wall(device, self._made.budget_bytes))
 
-    def allow_changes(self, trainer: Any, pl_module: Any, settings: Settings) -> None:
-        """Allow the plan to be changed from now on."""
-        recomputation = settings.find(ActivationCheckpointingSetting)
+    def allow_changes(self, settings: Settings) -> None:
         micro_batches = settings.find(MicroBatchSetting)
+        self._settings, micro_batches.relief = settings, self
+        micro_batches.peak_bytes = self._in_force()[1].peak_bytes
+        self._undo += [self._forget_settings, micro_batches.forget_relief]
 
-        # What the user has named is the same in all plans.
-        def change(before: "Plan", plan: "Plan") -> None:
-            which = plan.settings.get(recomputation.name)
-            if which != before.settings.get(recomputation.name):
-                recomputation.change(pl_module, which)
-            if plan.micro_batch_size != before.micro_batch_size:
-                micro_batches.change(trainer, pl_module, plan.micro_batch_size)
-            micro_batches.peak_bytes = plan.peak_bytes
+    def _forget_settings(self) -> None:
+        self._settings = None
 
-        # Where a loss cannot be split, batches stay whole.
-        def is_possible(plan: "Plan") -> bool:
-            return not (micro_batches.proof.reason and _splits(plan))
-
-        def relieve(num_failures: int) -> bool:
-            self._num_retries = None  # it retried before it failed
-            # The first time the cache of the allocator was freed, which may have been enough.
-            return num_failures == 1 or self.step_down(trainer, "memory ran out")
-
-        self._change, micro_batches.relieve = change, relieve
-        self._is_possible = is_possible
-        assert self._plan is not None, "called with a plan"
-        micro_batches.peak_bytes = self._plan.peak_bytes
-        micro_batches.stay_whole = functools.partial(self._stay_whole, trainer)
-        micro_batches.advise = self._advise
-        self._undo.append(self._forget_changes)
-        self._undo.append(micro_batches.forget_relief)
+    def relieve(self, trainer: Any, num_failures: int) -> bool:
+        self._num_retries = None  # it retried before it failed
+        # The first time the cache of the allocator was freed, which may have been enough.
+        return num_failures == 1 or self.step_down(trainer, "memory ran out")
 
     def step_down(self, trainer: Any, why: str, *, in_same_parts: bool = False) -> bool:
-        """Change to the fastest plan that needs less."""
-        assert self._plan is not None, "called with a plan"
-        limit = self._plan.device_bytes  # memory was short with it: never return to it
+        limit = self._in_force()[1].device_bytes  # memory was short with it: never return to it
         self._ladder = [plan for plan in self._ladder if plan.device_bytes < limit]
         smaller = self._smaller(in_same_parts=in_same_parts)
         return smaller is not None and self._change_to(trainer, smaller, why)
 
     def _smaller(self, *, in_same_parts: bool = False) -> "Plan | None":
-        now = self._plan
-        assert now is not None, "called with a plan"
+        _, now = self._in_force()
         smaller = [p for p in self._ladder if p.device_bytes < now.device_bytes]
         if in_same_parts:
             smaller = [p for p in smaller if p.micro_batch_size == now.micro_batch_size]
-        return _fastest(filter(self._is_possible, smaller))
+        # Where a loss cannot be split, batches stay whole.
+        settings = self._settings
+        if settings is not None and settings.find(MicroBatchSetting).proof.reason:
+            smaller = [p for p in smaller if not _splits(p)]
+        return _fastest(smaller)
 
-    def _stay_whole(self, trainer: Any, why: str) -> None:
+    def stay_whole(self, trainer: Any, why: str) -> None:
         """Change to the fastest plan that fits with whole batches, as a loss cannot be split."""
-        made, plan = self._made, self._plan
-        assert made is not None, "called with a plan"
-        assert plan is not None, "called with a plan"
+        made, plan = self._in_force()
         if not _splits(plan):
             return
         whole = [other for other in self._ladder if not _splits(other)]
@@ -142,10 +122,10 @@ class BudgetSetting(Setting):
             least,
         )
 
-    def _advise(self) -> str:
-        made, smaller = self._made, self._smaller()
+    def advise(self) -> str:
+        (made, _), smaller = self._in_force(), self._smaller()
         budget = '`budget="auto"`, which plans for the memory that is free'
-        if made is not None and smaller is not None:
+        if smaller is not None:
             num_bytes = smaller.device_bytes + made.margin_bytes
             budget = f"a smaller budget, such as {_as_budget(num_bytes)}"
         return f"Use {budget}, shorter samples or a smaller model."
@@ -160,7 +140,6 @@ class BudgetSetting(Setting):
             self.note_retries(trainer, int(statistics.get("num_alloc_retries", 0)))
 
     def note_retries(self, trainer: Any, num_retries: int) -> None:
-        """Change to a smaller plan if there are more retries than before."""
         before, self._num_retries = self._num_retries, num_retries
         if before is not None and num_retries > before:
             # Other ranks do not know: they must see as many micro-batches.
@@ -168,17 +147,23 @@ class BudgetSetting(Setting):
             self.step_down(trainer, why, in_same_parts=trainer.world_size > 1)
 
     def _change_to(self, trainer: Any, plan: "Plan", why: str) -> bool:
-        if self._change is None or self._plan is None:
+        if self._settings is None:
             return False
-        self._change(self._plan, plan)
+        _, before = self._in_force()
+        pl_module = trainer.lightning_module
+        recomputation = self._settings.find(CheckpointingSetting)
+        micro_batches = self._settings.find(MicroBatchSetting)
+        # What the user has named is the same in all plans.
+        which = plan.settings.get(recomputation.name)
+        if which != before.settings.get(recomputation.name):
+            recomputation.change(pl_module, which)
+        if plan.micro_batch_size != before.micro_batch_size:
+            micro_batches.change(trainer, pl_module, plan.micro_batch_size)
+        micro_batches.peak_bytes = plan.peak_bytes
         self._plan, self._note = plan, f"changed, as {why}"
         self._show()
         log_info(trainer, f"budget={self.value}: {why}, so the plan is now {plan.short}.")
         return True
-
-    def _forget_changes(self) -> None:
-        self._change = None
-        self._is_possible = lambda plan: True
 
     def _show(self) -> None:
         plan, made = self._plan, self._made

@@ -19,12 +19,10 @@ from lightning_memsave.units import format_bytes
 class ChunkedCrossEntropySetting(ModuleSetting):
     """The loss of a head without its logits, which reads the weight after its forward pass."""
 
-    name = ChunkedCrossEntropy.argument
     kind = ChunkedCrossEntropy
     is_for_evaluation = True
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say where products need more memory, as this torch cannot do them."""
         super().start(trainer, pl_module)
         device, precision = trainer.strategy.root_device, str(trainer.precision)
         narrow = torch.bfloat16 if "bf16" in precision else torch.float16
@@ -38,7 +36,6 @@ class ChunkedCrossEntropySetting(ModuleSetting):
             materialize_referenced_logits(pl_module)
 
     def savings(self, pl_module: Any) -> str:
-        """Say how large the logits are."""
         heads, _ = find_heads(pl_module, None)
         widths = [len(head.module.weight) for head in heads]  # type: ignore[arg-type]
         size = format_bytes(16 * max(widths, default=0))

@@ -1,9 +1,8 @@
 """Micro-batches in validation, test and prediction, which follow `micro_batch_size`."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from lightning_memsave.callbacks.settings.micro_batches import (
     BatchProbe,
     read_micro_batching,
+    unnoticed,
     warn_of_retry,
 )
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, why_beyond
@@ -26,12 +26,9 @@ from lightning_memsave.errors import (
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
-from lightning_memsave.trainer.distributed import alone
-from lightning_memsave.trainer.evaluation import split_evaluation_batches
+from lightning_memsave.trainer.evaluation import RunStep, split_evaluation_batches
 from lightning_memsave.trainer.logged_values import LoggedValues, combined
-from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.trainer import is_strategy
 
 # Kernels for one sample and for two round differently, and deep models add that up.
@@ -44,10 +41,10 @@ class _Seen(NamedTuple):
     output: Any
 
 
-class EvaluationStep:
+class SeenStep:
     """A step that is looked at with some samples together and with each of two parts of them."""
 
-    def __init__(self, run: Callable[[Any], Any], logged: LoggedValues) -> None:
+    def __init__(self, run: RunStep, logged: LoggedValues) -> None:
         self._run, self._logged = run, logged
         self._seen: list[_Seen] = []
         self.has_numbers = False
@@ -130,9 +127,23 @@ class _StaysWholeError(Exception):
     """A step cannot be split, and need not be."""
 
 
-class EvaluationSetting(Setting):
-    """Batches of validation, test and prediction pass in micro-batches."""
+@dataclass
+class _Known:
+    name: str
+    changes: KnownChanges
+    probe: BatchProbe = field(default_factory=BatchProbe)
+    proof: Proof | None = None
+    why_whole: str = ""
 
+    def use(self, runner: MicroBatchRunner, prove_it: Callable[..., bool]) -> None:
+        """Split by what is proven; ask where nothing is yet, or weightings do not agree."""
+        proof = self.proof or Proof()
+        runner.use(proof.weightings, proof.whole)
+        runner.prove = prove_it if self.proof is None else None
+        runner.tell_apart = prove_it if len(proof.weightings) > 1 else None
+
+
+class EvaluationSetting(Setting):
     name = "evaluation"
     is_for_evaluation = True
 
@@ -143,75 +154,61 @@ class EvaluationSetting(Setting):
             self.off_reason = why_beyond(arguments, technique.argument, technique.exactness)
             if technique.evaluation is False:
                 self.off_reason = "`evaluation=False` was given"
-        self.technique: MicroBatching | None = None if self.off_reason else technique
-        self.is_asked = self.technique is not None and self.technique.evaluation is True
-        size = None if self.technique is None else self.technique.micro_batch_size
-        self.value = repr("auto" if size and arguments["micro_batch_size"] == "auto" else size)
-        self._whole: dict[tuple[Any, ...], str] = {}
-        """Why batches of a step and DataLoader stay whole."""
+            self.value = repr(technique.micro_batch_size)
+        self.technique, self.is_on = technique, technique is not None and not self.off_reason
+        self.is_asked = technique is not None and technique.evaluation is True
         self._runner: MicroBatchRunner | None = None
-        # Of each step and DataLoader whose batches have been split.
-        self._proofs: dict[tuple[Any, ...], Proof] = {}
-        self._probes: dict[tuple[Any, ...], tuple[BatchProbe, KnownChanges]] = {}
+        self._steps: dict[tuple[Any, ...], _Known] = {}
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer and the module."""
-        if self.technique is None:
-            return []
-        what = f"`micro_batch_size={self.value}` in evaluation"
+    @property
+    def written(self) -> str:
+        return f"`micro_batch_size={self.value}` in evaluation"
+
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         off = "`MicroBatching(..., evaluation=False)`"
         if is_strategy(trainer, *SHARDED):
             why = "all processes communicate in every forward pass"
             fix = f"Use {off} and a smaller batch in that DataLoader."
-            return [Problem(what, f"under `{type(trainer.strategy).__name__}` {why}", fix)]
-        if trainer.world_size > 1 and not self.is_asked:
+            yield f"under `{type(trainer.strategy).__name__}` {why}", fix
+        elif trainer.world_size > 1 and not self.is_asked:
             why = (
                 "each of several processes splits its own batches, which cannot be where a step "
                 "communicates; where none does, `MicroBatching(..., evaluation=True)` is right"
             )
-            return [Problem(what, why, f"Use {off}.")]
-        return []
+            yield why, f"Use {off}."
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Run batches in micro-batches."""
-        if self.technique is None:
-            self.show_off()
-            return
-        self._runner, self._proofs, self._whole = self.technique.make_runner(), {}, {}
+        self._runner = self.technique.make_runner()
         self._runner.advice = _ADVICE
         self._undo.append(split_evaluation_batches(trainer, self._run_batch))
         self._show(self._runner)
 
     def _show(self, runner: MicroBatchRunner) -> None:
-        how, exactness = "outputs are put together", "rounding"
         if runner.failure:
-            how = f"a batch that runs out of memory is not repeated: {runner.failure}"
-            self.show("off", how)
+            self.show("off", f"a batch that runs out of memory is not repeated: {runner.failure}")
             return
+        how, exactness = "outputs are put together", "rounding"
         if runner.is_auto and runner.size is None:
             how = "whole batches; halved when memory runs out, if samples prove that this is exact"
             exactness = "bitwise"
         elif runner.is_auto:
             how = f"in micro-batches of {runner.size} samples, as memory ran out with more"
-        whole = [f"`{which[0]}` passes whole: {why}" for which, why in self._whole.items()]
+        known = self._steps.values()
+        whole = [f"`{one.name}` passes whole: {one.why_whole}" for one in known if one.why_whole]
         self.show("on", how, *dict.fromkeys(whole), exactness=exactness)
 
     def undo(self) -> None:
-        """Restore the steps; a second call does nothing."""
         self._runner = None
-        self._probes.clear()
+        self._steps.clear()
         super().undo()
 
     def _run_batch(
-        self,
-        trainer: Any,
-        batch: Any,
-        step: Callable[[Any], Any],
-        logged: LoggedValues,
-        which: tuple[Any, ...],
+        self, trainer: Any, batch: Any, step: RunStep, logged: LoggedValues, which: tuple[Any, ...]
     ) -> Any:
         runner = self._runner
         assert runner is not None, "batches run between `apply` and `undo`"
+        new = self._steps.get(which) or _Known(which[0], KnownChanges(trainer.lightning_module))
+        known = self._steps.setdefault(which, new)
         passed: list[tuple[Any, int, float]] = []
 
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
@@ -223,98 +220,78 @@ class EvaluationSetting(Setting):
             logged.clear()
 
         def prove_it(batch: Any, differ: bool = True) -> bool:
-            known = self._proofs.get(which)
             num_samples = samples_of(batch, find_shared_leaves(batch)[0])
             is_small = num_samples is not None and num_samples <= (runner.size or 0)
-            if differ and not (known is None and is_small):
-                seen = EvaluationStep(step, logged)
-                self._proofs[which] = self._prove(trainer, batch, seen, which, known)
-                self._use(which, prove_it)
+            if differ and not (known.proof is None and is_small):
+                seen = SeenStep(step, logged)
+                known.proof = self._prove(trainer, batch, seen, known, runner)
+                known.use(runner, prove_it)
             return True
 
-        self._use(which, prove_it)
-        module = trainer.lightning_module
-        new = self._probes.get(which) or (BatchProbe(), KnownChanges(module))
-        probe, known = self._probes.setdefault(which, new)
-        is_first = probe.is_first_of(trainer.global_step)
-        is_watched = is_first or probe.is_open(batch, is_fresh=True)
+        known.use(runner, prove_it)
+        is_first = known.probe.is_first_of(trainer.global_step)
+        is_watched = is_first or known.probe.is_open(batch, is_fresh=True)
         size = runner.size
         try:
-            if which in self._whole:
+            if known.why_whole:
                 raise _StaysWholeError
             runner.run(
                 batch,
                 pass_part,
-                save_state=lambda: known.save("leave", is_watched),
+                save_state=lambda: known.changes.save("leave", is_watched),
                 forget=forget,
             )
         except (_StaysWholeError, ConfigurationError) as error:
-            self._leave_whole(which, error, is_possible=not passed)
+            if isinstance(error, ConfigurationError):
+                self._leave_whole(known, error, runner, is_possible=not passed)
+            self._show(runner)
             forget()
             pass_part(batch, 1.0, None, True)
-        runner.record(known.learn)
-        probe.passed(batch, is_fresh=True, has_stepped=True)
-        if runner.failure:
-            self._show(runner)
+        runner.record(known.changes.learn)
+        known.probe.passed(batch, is_fresh=True, has_stepped=True)
         if runner.size != size:
-            warn_of_retry(trainer, runner, "micro_batch_size", "")
+            warn_of_retry(trainer, runner)
+        if runner.failure or runner.size != size:
             self._show(runner)
         outputs, sizes, weights = zip(*passed, strict=True)
         return outputs[0] if len(outputs) == 1 else _merged(outputs, sizes, weights)
 
-    def _leave_whole(self, which: tuple[Any, ...], error: Exception, *, is_possible: bool) -> None:
-        assert self._runner is not None, "batches run between `apply` and `undo`"
-        if isinstance(error, ConfigurationError):  # `loss_weight` is made for other batches
-            if self._runner.is_auto or self.is_asked or not is_possible:
-                raise error
-            self._whole[which] = str(error).partition(". ")[0]
-        self._show(self._runner)
+    def _leave_whole(
+        self, known: _Known, error: Exception, runner: MicroBatchRunner, *, is_possible: bool
+    ) -> None:
+        if runner.is_auto or self.is_asked or not is_possible:
+            raise error
+        known.why_whole = str(error).partition(". ")[0]  # `loss_weight` is made for other batches
 
     def _prove(
         self,
         trainer: Any,
         batch: Any,
-        step: EvaluationStep,
-        which: tuple[Any, ...],
-        known: Proof | None,
+        step: SeenStep,
+        known: _Known,
+        runner: MicroBatchRunner,
     ) -> Proof:
-        name = which[0]
-        assert self._runner is not None, "batches run between `apply` and `undo`"
-        assert self.technique is not None, "there is something to run"
         check = LossCheck(
-            step.numbers,
-            batch,
-            trainer.lightning_module,
+            *(step.numbers, batch, trainer.lightning_module),
             loss_weight=self.technique.loss_weight,
             split_batch=self.technique.split_batch,
-            known=known,
+            known=known.proof,
             needs_split=True,
             subject="the sum of what it logs and returns (and 1)",
         )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(alone(trainer))
-            if trainer.world_size == 1:
-                stack.enter_context(quiet())
+        with unnoticed(trainer):
             proof = prove(check)
             reason = proof.reason or step.difference(proof)
         if not reason:
             return proof if step.has_numbers else replace(proof, weightings=proof.weightings[:1])
-        if not (self._runner.is_auto or self.is_asked):
-            self._whole[which] = reason
+        if not (runner.is_auto or self.is_asked):
+            known.why_whole = reason
             raise _StaysWholeError
-        what = f"`{name}` with `micro_batch_size={self.value}`"
+        what = f"`{known.name}` with `micro_batch_size={self.value}`"
         problem = Problem(what, reason, proof.fix or _FIX)
-        if self._runner.is_auto:
+        if runner.is_auto:
             raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
         raise IncompatibleError(self.name, [problem])
-
-    def _use(self, which: tuple[Any, ...], prove_it: Callable[..., bool]) -> None:
-        """Split by what is proven; ask where nothing is yet, or weightings do not agree."""
-        runner, proof = self._runner, self._proofs.get(which, Proof())
-        assert runner is not None, "batches run between `apply` and `undo`"
-        runner.use(proof.weightings, proof.whole)
-        runner.prove = None if which in self._proofs else prove_it
-        runner.tell_apart = prove_it if len(proof.weightings) > 1 else None
 
 
 def _merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:

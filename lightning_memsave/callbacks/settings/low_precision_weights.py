@@ -10,12 +10,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.callbacks.settings.setting import Arguments, ModuleSetting, as_given, saves
+from lightning_memsave.callbacks.settings.setting import (
+    Arguments,
+    ModuleSetting,
+    OptimizerTechniqueSetting,
+    as_given,
+    saves,
+)
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.low_precision_weights.fused_steps import (
-    describe_missing_kernel,
-)
+from lightning_memsave.techniques.low_precision_weights.fused_steps import describe_missing_kernel
 from lightning_memsave.techniques.low_precision_weights.technique import (
     ON_HOST,
     LowPrecisionWeights,
@@ -23,13 +27,8 @@ from lightning_memsave.techniques.low_precision_weights.technique import (
     rounds_any,
 )
 from lightning_memsave.techniques.residences import residence_of
-from lightning_memsave.trainer.configure_optimizers import enable
 from lightning_memsave.trainer.precision import full_name
-from lightning_memsave.trainer.trainer import (
-    averages_weights,
-    builds_model_late,
-    prunes_weights,
-)
+from lightning_memsave.trainer.trainer import averages_weights, builds_model_late, prunes_weights
 from lightning_memsave.trainer.training_loop import around_backward
 
 _BF16 = "bf16-mixed"
@@ -39,14 +38,10 @@ _ALWAYS_SUMMED = (
 )
 
 
-class LowPrecisionWeightsSetting(ModuleSetting):
-    """Weights are kept in bfloat16, and the optimizer rounds its updates."""
-
-    name = LowPrecisionWeights.argument
+class LowPrecisionWeightsSetting(ModuleSetting, OptimizerTechniqueSetting):
     kind = LowPrecisionWeights
     shown = "rounding"
-    technique: LowPrecisionWeights | None
-    _optimizers: Any = None
+    technique: LowPrecisionWeights
     _sums_in_fp32 = False
 
     def __init__(self, arguments: Arguments) -> None:
@@ -55,7 +50,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         self.sets_precision = precision == "auto" or (
             precision is not None and full_name(precision) == _BF16
         )
-        if self.technique is None or precision is None or self.sets_precision:
+        if not self.is_on or precision is None or self.sets_precision:
             return
         if self.is_asked:
             raise ConfigurationError(
@@ -63,31 +58,24 @@ class LowPrecisionWeightsSetting(ModuleSetting):
                 f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{self.name}=None`."
             )
         self.off_reason = f"it computes in bf16-mixed, and `precision={precision!r}` was given"
-        self.technique, self.value = None, "None"
+        self.is_on, self.value = False, "None"
 
     @property
     def written(self) -> str:
-        """The argument, with the preset that it comes from."""
         return as_given(self.arguments, self.name)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Convert the weights, unless they are made later, and wrap ``configure_optimizers``."""
         super().apply(trainer, pl_module)
-        if self.technique is None or self._is_from_master:
+        if self._is_from_master:
             return
-        self._optimizers, undo = enable(
-            pl_module, self.technique, yields=not self.is_asked, method="round_updates"
-        )
+        self.enable(pl_module, self.technique, "round_updates")
         context = functools.partial(self._around_backward, pl_module)
-        self._undo += [undo, around_backward(trainer, context)]
+        self._undo.append(around_backward(trainer, context))
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer, its callbacks, and the module as far as it is built."""
-        if self.technique is None:
-            return []
-        reasons = self._reasons_against(trainer, pl_module)
-        own = [Problem(f"{self.written}{beside}", why, fix) for beside, why, fix in reasons]
-        return [*super().check(trainer, pl_module), *own]
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
+        yield from super().conflicts(trainer, pl_module)
+        for beside, why, fix in self._reasons_against(trainer, pl_module):
+            yield Problem(f"{self.written}{beside}", why, fix)
 
     def _reasons_against(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str, str]]:
         # Where it is asked for, its precision is as well, and is refused if it cannot be set.
@@ -119,19 +107,17 @@ class LowPrecisionWeightsSetting(ModuleSetting):
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Convert weights that were made after ``setup``, and say what becomes of all."""
-        if self.technique is None:
-            return
         if self._is_from_master:
             super().start(trainer, pl_module)
             return
-        if self._optimizers.problems:
-            self.yield_to(self._optimizers.problems, trainer, pl_module)
+        if self._state is not None and self._state.problems:
+            self.yield_to(self._state.problems, trainer, pl_module)
             return
         if self._handle is None or not self._handle.changes:
             self.use(self.technique, pl_module)
         handle = self._handle
         assert handle is not None, "it was made above, or in `apply`"
-        optimizers = [one.target for one in self._optimizers.handles]
+        optimizers = [one.target for one in self.handles]
         details = [
             *handle.changes,
             *handle.skipped,
@@ -152,17 +138,14 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         self.show("off", *details)
 
     def undo(self) -> None:
-        """Restore module and optimizers; a second call does nothing."""
-        self._optimizers = None
         self._sums_in_fp32 = False
         super().undo()
 
     def savings(self, pl_module: Any) -> str:
-        """Say how much smaller the weights would be."""
-        return saves(_saved_bytes(pl_module), "weights")
+        params = [p for p in pl_module.parameters() if p.dtype is torch.float32 and not is_lazy(p)]
+        return saves(2 * sum(p.numel() for p in params), "weights")
 
     def use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
-        """Convert weights, and sum gradients in float32 where steps are the module's own."""
         handle = super().use(technique, pl_module)
         if not pl_module.automatic_optimization and not self._is_from_master:
             self._sum_in_fp32(pl_module)
@@ -171,7 +154,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
     # The host updates in float32, and adds gradients up in it.
     @property
     def _is_from_master(self) -> bool:
-        return self.technique is not None and self.technique.rounding in ON_HOST
+        return self.technique.rounding in ON_HOST
 
     # On from the first batch in parts to the end of the fit: others will come.
     def _around_backward(self, pl_module: Any, is_last: bool) -> AbstractContextManager[None]:
@@ -180,14 +163,9 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         return contextlib.nullcontext()
 
     def _sum_in_fp32(self, pl_module: Any) -> None:
-        if not self._sums_in_fp32 and self.technique is not None:
+        if not self._sums_in_fp32:
             self._sums_in_fp32 = True
             self._undo.append(self.technique.sum_gradients_in_fp32(pl_module).undo)
-
-
-def _saved_bytes(module: nn.Module) -> int:
-    trained = [p for p in module.parameters() if p.dtype is torch.float32 and not is_lazy(p)]
-    return 2 * sum(p.numel() for p in trained)
 
 
 def _averaging_after(trainer: Any) -> list[str]:

@@ -1,8 +1,8 @@
-"""Sizes of micro-batches: reading them, conflicts, what fits, and messages when memory runs out."""
+"""What settings of micro-batches share: reading, conflicts, what fits, and messages."""
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import nn
 from lightning_memsave.callbacks.settings.setting import Arguments, warn
 from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness
+from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import (
     ConfigurationError,
     ExactnessWarning,
+    MemoryExhaustedError,
     MemsaveWarning,
     Problem,
 )
@@ -31,6 +33,8 @@ from lightning_memsave.trainer.distributed import (
     has_static_graph,
     without_sync,
 )
+from lightning_memsave.trainer.nested_fit import quiet
+from lightning_memsave.trainer.trainer import is_strategy
 
 # The first step has no optimizer state before it, the second has all there is.
 PROBED_STEPS = 2
@@ -45,28 +49,16 @@ def read_micro_batching(arguments: Arguments) -> MicroBatching | None:
     return None if BlockMicroBatching.from_value(wanted) else MicroBatching.from_value(wanted)
 
 
-def find_conflicts(
-    trainer: Any, pl_module: Any, technique: MicroBatching, *, allows_half_precision: bool
-) -> list[Problem]:
-    """Find every reason why the batches of a Trainer cannot be split into micro-batches."""
-    what = f"`micro_batch_size={technique.micro_batch_size!r}`"
-    problems = [] if allows_half_precision else technique.check_module(pl_module)
-    is_auto = technique.micro_batch_size == "halve"
-    reasons = _reasons_against(trainer, pl_module, is_auto=is_auto)
-    return problems + [Problem(what, why, fix) for why, fix in reasons]
-
-
-def _reasons_against(trainer: Any, pl_module: Any, *, is_auto: bool) -> Iterator[tuple[str, str]]:
+def reasons_against(trainer: Any, pl_module: Any, *, is_auto: bool) -> Iterator[tuple[str, str]]:
+    """Give every reason why the batches of a Trainer cannot be split, and what to do."""
     if not pl_module.automatic_optimization:
         name = f"`{type(pl_module).__name__}.automatic_optimization=False`"
         fix = "Set `micro_batch_size=None` and split the batch in `training_step`."
         yield f"{name}: the module runs its own backward passes", fix
     if trainer.strategy.handles_gradient_accumulation:
         why = f"`{type(trainer.strategy).__name__}` counts backward passes itself"
-        yield (
-            why,
-            "Set `micro_batch_size=None`, and use a smaller batch and `accumulate_grad_batches`.",
-        )
+        fix = "Set `micro_batch_size=None`, and use a smaller batch and `accumulate_grad_batches`."
+        yield why, fix
         return
     if not is_auto:
         if trainer.world_size > 1 and has_static_graph(trainer):
@@ -88,36 +80,37 @@ def _reasons_against(trainer: Any, pl_module: Any, *, is_auto: bool) -> Iterator
 
 
 def is_among(trainer: Any, name: str) -> bool:
-    """Say whether a Trainer has a callback of a class of this name."""
     return any(b.__name__ == name for c in trainer.callbacks for b in type(c).__mro__)
 
 
-def warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
-    """Warn that batch normalization sees the statistics of micro-batches."""
-    if not has_batch_norm(pl_module):
-        return
-    warn(
-        trainer,
-        f"`micro_batch_size={value}` and batch normalisation: its statistics come from each "
-        "micro-batch alone. Use a normalisation without batch statistics, such as "
-        "`nn.GroupNorm`, if that matters.",
-        ExactnessWarning,
-    )
+def warn_of_batch_norm(trainer: Any, pl_module: nn.Module, written: str, alone: str) -> None:
+    """Warn that batch normalization sees the statistics of what passes alone."""
+    if has_batch_norm(pl_module):
+        fix = (
+            "Use a normalisation without batch statistics, such as `nn.GroupNorm`, if that matters."
+        )
+        why = f"{written} and batch normalisation: its statistics come from each {alone}"
+        warn(trainer, f"{why}. {fix}", ExactnessWarning)
 
 
-def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: str) -> None:
-    """Say that memory ran out and that the batch was repeated."""
+def warn_of_retry(trainer: Any, runner: MicroBatchRunner, weighted: str = "") -> None:
     proven = f" The losses of micro-batches are {weighted}, as proven." if weighted else ""
-    warn(
-        trainer,
-        f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven} Begin with "
-        f"`{name}={runner.size}` next time.",
-        MemsaveWarning,
-    )
+    kept = f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven}"
+    warn(trainer, f"{kept} Begin with `micro_batch_size={runner.size}` next time.", MemsaveWarning)
+
+
+@contextlib.contextmanager
+def unnoticed(trainer: Any) -> Iterator[None]:
+    """Run passes of a proof without DDP and, in one process, without output and logging."""
+    with contextlib.ExitStack() as stack:
+        if not is_strategy(trainer, *SHARDED):
+            stack.enter_context(alone(trainer))
+        if trainer.world_size == 1:
+            stack.enter_context(quiet())
+        yield
 
 
 def refusal_of(what: str, proof: Proof) -> Problem:
-    """Write that a loss cannot be split, why, and what to do."""
     fix = (
         "Pass `MicroBatching(loss_weight=...)`, a function of a micro-batch that gives what its "
         "loss is divided by; set `micro_batch_size=None`; or use smaller batches and "
@@ -126,61 +119,52 @@ def refusal_of(what: str, proof: Proof) -> Problem:
     return Problem(what, proof.reason, proof.fix or fix)
 
 
-Advice = Callable[[], str] | None
-"""Gives the remedy of a run with a budget; ``None`` without one."""
-
-
-def describe_failed_step(
-    optimizer: torch.optim.Optimizer, error: BaseException, advise: Advice
-) -> str:
-    """Write that memory ran out in the optimizer's step."""
+# What a budget advises takes the place of our own advice.
+def failed_step(
+    advice: str, optimizer: torch.optim.Optimizer, error: BaseException
+) -> MemoryExhaustedError:
     fix = (
         'Its state needs less with `optimizer="8bit"`, or host memory with '
         '`optimizer="paged_8bit"`; micro-batches do not help here.'
     )
     if type(optimizer).__module__.startswith("bitsandbytes."):  # its state is 8-bit
         fix = 'Its state is in host memory with `offload="optimizer"`; micro-batches do not help.'
-    return (
+    return MemoryExhaustedError(
         f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
-        f"complete: {first_line(error)}\n{advise() if advise else fix}"
+        f"complete: {first_line(error)}\n{advice or fix}",
+        "optimizer",
     )
 
 
-def describe_failed_window(advise: Advice) -> str:
-    """Write that memory ran out where earlier gradients would be lost."""
-    fix = advise() if advise else "Pass a size such as `micro_batch_size=4`."
-    return (
+def failed_window(advice: str) -> MemoryExhaustedError:
+    """Memory ran out where earlier gradients would be lost."""
+    return MemoryExhaustedError(
         "Out of memory in the backward pass of a batch in the middle of an accumulation window, "
         "where batches of this size had fitted before: gradients of the earlier batches have no "
-        f"copy by then, so the batch cannot be repeated.\n{fix} Resume from the last checkpoint."
+        f"copy by then, so the batch cannot be repeated.\n"
+        f"{advice or 'Pass a size such as `micro_batch_size=4`.'} Resume from the last checkpoint."
     )
 
 
-def describe_failed_rank(num_samples: int | None, where: str, advise: Advice) -> str:
-    """Write that memory ran out where DDP itself shares gradients."""
+def failed_rank(num_samples: int | None, where: str, advice: str) -> MemoryExhaustedError:
     size, at_once = 1, ""
     if num_samples is not None:
         size, at_once = max(num_samples // 2, 1), f"with {num_samples} samples at once "
-    fix = advise() if advise else f"Pass `micro_batch_size={size}`."
-    return (
+    return MemoryExhaustedError(
         f"Out of memory {at_once}{where}. Processes repeat a batch "
         f"together in the first {PROBED_STEPS} steps only: from then on they train under DDP "
         "itself, which cannot repeat one. Batches that grow during training are the usual reason.\n"
-        f"{fix} Resume from the last checkpoint with `trainer.fit(..., ckpt_path=...)`, or let the "
-        "longest batches come first."
+        f"{advice or f'Pass `micro_batch_size={size}`.'} Resume from the last checkpoint with "
+        "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
     )
 
 
 def part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
-    """Make what runs one micro-batch of a batch."""
     context = alone if is_apart else without_sync
 
     def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
-        if is_apart or not is_last:
-            with context(trainer):
-                parts(part, weight, num_samples, is_last)
-        else:
-            parts(part, weight, num_samples)
+        with context(trainer) if is_apart or not is_last else contextlib.nullcontext():
+            parts(part, weight, num_samples, is_last)
 
     return pass_part
 
@@ -194,7 +178,6 @@ class PlannedRoom:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure what runs inside: passes of two samples."""
         with self._peak:
             before_bytes = self._peak.allocated_bytes
             yield
@@ -203,7 +186,6 @@ class PlannedRoom:
         self._num_samples = 2 * (self._limit_bytes - before_bytes) // needed_bytes
 
     def num_samples(self) -> int:
-        """Give how many samples need no more than the planned peak."""
         return self._num_samples
 
 
@@ -235,7 +217,6 @@ class BatchProbe:
         return self._allocations[phase] <= PROBED_STEPS
 
     def passed(self, batch: Any, is_fresh: bool, has_stepped: bool) -> None:
-        """Remember that memory was enough for a batch, and for an optimizer step after it."""
         numel, length = _extent(batch)
         most = self._largest[is_fresh]
         self._largest[is_fresh] = (max(most[0], numel), max(most[1], length))
@@ -245,26 +226,23 @@ class BatchProbe:
 # Attention grows with the square of the longest side: the sizes alone do not tell which is larger.
 def _extent(batch: Any) -> tuple[int, int]:
     tensors = list(tensors_in_batch(batch))
-    return sum(t.numel() for t in tensors), max(
-        (max(t.shape, default=1) for t in tensors), default=0
-    )
+    lengths = (max(t.shape, default=1) for t in tensors)
+    return sum(t.numel() for t in tensors), max(lengths, default=0)
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Say whether a module takes statistics over the samples of a batch."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
 
 def batch_norm_problems(pl_module: nn.Module, what: str, limit: Exactness) -> list[Problem]:
-    """Say that batch normalisation moves results further than they may."""
     if limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
         return []
-    return [
-        Problem(
-            what,
-            "batch normalisation computes its statistics from each micro-batch alone, which is "
-            f"approximate, and `exactness={limit.value!r}` does not allow that",
-            'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
-            "`nn.GroupNorm`, or `micro_batch_size=None`.",
-        )
-    ]
+    why = (
+        "batch normalisation computes its statistics from each micro-batch alone, which is "
+        f"approximate, and `exactness={limit.value!r}` does not allow that"
+    )
+    fix = (
+        'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
+        "`nn.GroupNorm`, or `micro_batch_size=None`."
+    )
+    return [Problem(what, why, fix)]

@@ -36,7 +36,6 @@ INSTEAD: Mapping[str, str] = {
 
 
 def describe_unknown(name: str, known: Iterable[str]) -> str:
-    """Say what to write instead of an unknown argument of `MemSaveCallback`."""
     known = list(known)
     listed = f"Use {', '.join(f'`{other}`' for other in known)}."
     fix = INSTEAD.get(name) or did_you_mean(name, known).strip() or listed

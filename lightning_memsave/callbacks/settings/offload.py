@@ -1,6 +1,7 @@
 """`offload` and `host_budget` of `MemSaveCallback`."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -8,7 +9,7 @@ from torch import nn
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
 from lightning_memsave.techniques.offloading.host_budget import (
@@ -35,31 +36,23 @@ _BETWEEN_STEPS = (
 
 
 class OffloadSetting(ModuleSetting):
-    """What waits on the host, and when it must be up to date."""
-
-    name = Offloading.argument
     kind = Offloading
     shown = "what"
-    technique: Offloading | None
+    technique: Offloading
     _handle: OffloadingHandle | None
     _why_no_tables = ""
     why_form = ""
     """Why what is on the host is in another form than the fastest."""
 
     def read(self) -> Any:
-        """Read what is offloaded, with what belongs to it."""
         arguments, given = self.arguments, self.arguments[self.name]
-        technique, budget = Offloading.from_value(given), arguments["host_budget"]
+        technique, budget = super().read(), arguments["host_budget"]
         is_own = technique is None or isinstance(given, Offloading)
         if is_own and budget is not None:
             raise ConfigurationError(
                 f"`host_budget={budget!r}` is not used with {as_given(arguments, self.name)}. Use "
                 f'`{self.name}="optimizer"`, or pass it to `Offloading`.'
             )
-        if technique is None:
-            return None
-        if technique.blocks is None:
-            technique = dataclasses.replace(technique, blocks=arguments["blocks"])
         if is_own:
             return technique
         is_half = arguments["low_precision_weights"] is not None
@@ -70,42 +63,35 @@ class OffloadSetting(ModuleSetting):
             bytes_per_gradient=(2 if is_half else 4) * bool(arguments["optimizer_in_backward"]),
         )
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer, the module and the limit."""
-        problems, limit = super().check(trainer, pl_module), exactness_limit(self.arguments)
-        if self.technique is not None and not limit.allows(self._exactness_on(trainer)):
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
+        limit = exactness_limit(self.arguments)
+        if not limit.allows(self._exactness_on(trainer)):
             why = (
                 "a CPU rounds updates in another way than a GPU: it is rounding, which "
                 f"`exactness={limit.value!r}` does not allow"
             )
             fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
-            problems.append(Problem(self.written, why, fix))
-        return problems
-
-    def host_bytes(self, pl_module: Any) -> tuple[int, float]:
-        """Reckon the bytes that the host needs for weights, and those that it has."""
-        assert self.technique is not None, "asked where it is on"
-        return self.technique.host_bytes(pl_module)
+            yield why, fix
 
     def use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         """Apply it, without embeddings where they stand in the way and were not asked for."""
         assert isinstance(technique, Offloading), "`read` has made it"
         self._why_no_tables = ""
-        without = _without_tables(technique)
+        kinds = [kind for kind in str(technique.what).split("+") if kind != "embeddings"]
         try:
             return super().use(technique, pl_module)
         except IncompatibleError as error:
-            if self.is_asked or without is None or without == technique:
+            if self.is_asked or not kinds or "+".join(kinds) == technique.what:
                 raise
             problem = error.problems[0]
             self._why_no_tables = f"{problem.what}: {problem.why}"
-        return super().use(without, pl_module)
+        return super().use(dataclasses.replace(technique, what="+".join(kinds)), pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizers update on the host, beside the next step where nobody looks."""
         super().start(trainer, pl_module)
         residence = None if self._handle is None else self._handle.residence
-        if self.technique is None or self._handle is None or residence is None:
+        if self._handle is None or residence is None:
             return
         watchers = [o for hook in _BETWEEN_STEPS for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
@@ -139,8 +125,9 @@ class OffloadSetting(ModuleSetting):
 
     def _exactness_on(self, trainer: Any) -> Exactness:
         is_moved = trainer.strategy.root_device.type == "cuda"
-        has_weights = self.technique is not None and self.technique.has_weights
-        return Exactness.ROUNDING if is_moved and has_weights else Offloading.exactness
+        return (
+            Exactness.ROUNDING if is_moved and self.technique.has_weights else Offloading.exactness
+        )
 
     def held_bytes(self, trainer: Any) -> int:
         """Count bytes in host memory, optimizer state with it; 0 without offloading."""
@@ -156,7 +143,6 @@ class OffloadSetting(ModuleSetting):
         return of_states + of_gradients + handle.memory.peak_bytes
 
     def wait(self) -> None:
-        """Let all weights be on the host, up to date."""
         if self._handle is not None:
             self._handle.wait()
 
@@ -166,9 +152,3 @@ class OffloadSetting(ModuleSetting):
         if handle is not None and handle.residence is not None:
             handle.residence.stay_on_host()
         super().undo()
-
-
-def _without_tables(technique: Offloading) -> Offloading | None:
-    """Leave embeddings on the device; ``None`` if nothing else is offloaded."""
-    kinds = [kind for kind in str(technique.what).split("+") if kind != "embeddings"]
-    return dataclasses.replace(technique, what="+".join(kinds)) if kinds else None

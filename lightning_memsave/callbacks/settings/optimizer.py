@@ -29,18 +29,13 @@ class OptimizerSetting(OptimizerTechniqueSetting):
     and without a technique.
     """
 
-    name = LowBitOptimizer.argument
     kind = LowBitOptimizer
     shown = "optimizer"
-    technique: LowBitOptimizer | None
+    technique: LowBitOptimizer
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap ``configure_optimizers`` and the loading of optimizer states."""
         self._convert_loaded_states(trainer)
         technique = self.technique
-        if technique is None:
-            self.show_off()
-            return
         saves_all = self.arguments["preset"] == "single_gpu"
         # Those that are unfrozen later count, too.
         if not (self.is_asked or saves_all or unfreezes_later(trainer)):
@@ -49,7 +44,6 @@ class OptimizerSetting(OptimizerTechniqueSetting):
         self.enable(pl_module, technique)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what became of each optimizer."""
         super().start(trainer, pl_module)
         is_on = any(handle.changes for handle in self.handles)
         modules = [type(handle.target).__module__ for handle in self.handles]
@@ -61,13 +55,15 @@ class OptimizerSetting(OptimizerTechniqueSetting):
         if is_on and not self.is_asked and trainer.strategy.root_device.type == "cpu":
             self.add_details(_SLOW_ON_CPU)
 
+    def stay_off(self, trainer: Any, pl_module: Any) -> None:
+        super().stay_off(trainer, pl_module)
+        self._convert_loaded_states(trainer)
+
     def yield_to(self, problems: Sequence[Problem], trainer: Any, pl_module: Any) -> None:
-        """Stay off, but load optimizer states of every format."""
         super().yield_to(problems, trainer, pl_module)
         self._convert_loaded_states(trainer)
 
     def savings(self, pl_module: Any) -> str:
-        """Say how much state AdamW would keep less."""
         least = LowBitOptimizer.min_8bit_size
         sizes = [p.numel() for p in trained_parameters(pl_module) if p.numel() >= least]
         return saves(6 * sum(sizes), "optimizer state")

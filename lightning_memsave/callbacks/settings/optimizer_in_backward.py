@@ -27,27 +27,9 @@ from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from lightning_memsave.trainer.facts import clipping_of
 from lightning_memsave.trainer.hooks import has_foreign
 from lightning_memsave.trainer.trainer import is_compiled_whole
-from lightning_memsave.trainer.training_loop import (
-    around_backward,
-    around_step,
-    may_split_batches,
-)
+from lightning_memsave.trainer.training_loop import around_backward, around_step, may_split_batches
 
 _OFF = "set `optimizer_in_backward=None`"
-
-
-def find_risks(pl_module: Any, what: str) -> list[Problem]:
-    """Find what may end the run in a later step, where the setting comes from a preset."""
-    owner = type(pl_module).__name__
-    whys = {
-        "optimizer_step": "may leave out a step, whose backward pass has updated parameters",
-        "backward": "may run several backward passes in a step, and only the last one may update",
-    }
-    return [
-        Problem(what, f"`{owner}.{hook}` {why}", "Set `optimizer_in_backward=True` by name.")
-        for hook, why in whys.items()
-        if has_foreign(pl_module, hook)
-    ]
 
 
 def advice_for(pl_module: Any) -> tuple[str, str]:
@@ -66,69 +48,60 @@ def advice_for(pl_module: Any) -> tuple[str, str]:
     )
 
 
-def _of_compilation(pl_module: Any, what: str) -> list[Problem]:
-    total = _trained_bytes(pl_module)
-    if is_compiled_whole(pl_module):
-        compiled = [(type(pl_module).__name__, pl_module)]
-    else:
-        compiled = [
-            (name or type(pl_module).__name__, module)
-            for name, module in pl_module.named_modules()
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        ]
-    return [
-        Problem(
-            what,
-            f"`{name}` is compiled as a whole: its graph gives all gradients at once, so nothing "
-            "would be saved",
-            f"Compile its blocks one by one, or {_OFF}.",
-        )
-        for name, module in compiled[:1]
-        if 2 * _trained_bytes(module) > total
-    ]
-
-
 def _trained_bytes(module: Any) -> int:
     return sum(p.nbytes for p in trained_parameters(module))
 
 
 class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
-    """Each parameter is updated as soon as its gradient is complete."""
-
-    name = OptimizerInBackward.argument
     kind = OptimizerInBackward
-    technique: OptimizerInBackward | None
+    technique: OptimizerInBackward
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
-        self.effective = self.technique
+        self.effective = self.technique if self.is_on else None
         """The settings with what the Trainer clips."""
         self.halves_batches = size_of_batches(arguments["micro_batch_size"]) == "halve"
         self._clipping = ""
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer; the optimizer does not exist yet."""
-        if self.technique is None:
-            return []
-        what, offloading = self.written, Offloading.from_value(self.arguments["offload"])
-        problems = [*super().check(trainer, pl_module), *_of_compilation(pl_module, what)]
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
+        yield from super().conflicts(trainer, pl_module)
+        offloading = Offloading.from_value(self.arguments["offload"])
         clips_norm = self.technique.clip_norm is not None or "clip_norm" in clipping_of(trainer)
         if clips_norm and offloading is not None and offloading.has_weights:
-            problems.append(norm_problem(f"{what} beside `offload` and clipping"))
-        return problems if self.is_asked else problems + find_risks(pl_module, what)
+            yield norm_problem(f"{self.written} beside `offload` and clipping")
+
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
+        owner = type(pl_module).__name__
+        compiled = (
+            [(owner, pl_module)]
+            if is_compiled_whole(pl_module)
+            else [
+                (name or owner, module)
+                for name, module in pl_module.named_modules()
+                if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+            ]
+        )
+        for name, module in compiled[:1]:
+            if 2 * _trained_bytes(module) > _trained_bytes(pl_module):
+                why = "its graph gives all gradients at once, so nothing would be saved"
+                fix = f"Compile its blocks one by one, or {_OFF}."
+                yield f"`{name}` is compiled as a whole: {why}", fix
+        # What may end the run in a later step is not for a preset to choose.
+        whys = {
+            "optimizer_step": "may leave out a step, whose backward pass has updated parameters",
+            "backward": "may run several backward passes in a step, and only the last may update",
+        }
+        for hook, why in () if self.is_asked else whys.items():
+            if has_foreign(pl_module, hook):
+                yield f"`{owner}.{hook}` {why}", "Set `optimizer_in_backward=True` by name."
 
     def savings(self, pl_module: Any) -> str:
-        """Say how large the gradients are."""
         sizes = [p.nbytes for p in trained_parameters(pl_module)]
         return saves(sum(sizes) - max(sizes, default=0), "gradients")
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap ``configure_optimizers`` and the backward passes."""
-        if self.technique is None:
-            self.show_off()
-            return
         # Of the precision that this callback has set by now.
-        if self.is_asked and (problems := super().check(trainer, pl_module)):
+        if self.is_asked and (problems := self.check(trainer, pl_module)):
             raise IncompatibleError("MemSaveCallback", problems)
         clipping, self._clipping = clipping_of(trainer), ""
         self.effective = dataclasses.replace(self.technique, **clipping)
@@ -146,7 +119,6 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
         ]
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what became of each optimizer."""
         super().start(trainer, pl_module)
         if self.handles:
             self.rows = [self._row_of(trainer, handle) for handle in self.handles]
@@ -160,7 +132,6 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
             held.keep(num_bytes)
 
     def undo(self) -> None:
-        """Restore everything, and let go of the optimizers; a second call does nothing."""
         for handle in self.handles:  # the step that they wait for will not come
             if handle.target in ACTIVE_UPDATES:
                 ACTIVE_UPDATES[handle.target].forget()

@@ -14,7 +14,6 @@ from lightning_memsave.callbacks.settings.setting import (
     why_beyond,
 )
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import Problem
 from lightning_memsave.trainer.precision import (
     BF16_CAPABILITY,
     EMULATED,
@@ -25,7 +24,6 @@ from lightning_memsave.trainer.precision import (
 )
 from lightning_memsave.trainer.trainer import is_strategy
 
-_HALF = (torch.float16, torch.bfloat16)
 _NOT_FLOAT16 = (
     "kept: this GPU has no native bfloat16, and in float16 the activations of some models overflow "
     '(T5, mT5, Gemma); pass `precision="16-mixed"` where they do not'
@@ -46,8 +44,9 @@ class PrecisionSetting(Setting):
         super().__init__(arguments)
         weights = "low_precision_weights"
         self.is_of_weights = arguments[weights] is not None
-        wanted = arguments[self.name]
+        wanted, self._why = arguments[self.name], ""
         if wanted == "auto" and self.is_of_weights:
+            self._why = f"as `{weights}={arguments[weights]!r}` computes in it"
             wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
         if wanted not in (None, "auto"):
             wanted = full_name(wanted)
@@ -57,36 +56,28 @@ class PrecisionSetting(Setting):
             self.off_reason = why_beyond(arguments, self.name, exactness)
             self.is_asked |= self.is_of_weights and is_asked(arguments, weights)
         self.precision = None if self.off_reason else wanted
-        self.value = repr(self.precision)
+        self.value, self.is_on = repr(self.precision), self.precision is not None
 
     @property
     def written(self) -> str:
-        """The argument, with the preset that it comes from."""
         return as_given({**self.arguments, self.name: self.precision}, self.name)
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
         wanted = self.precision
         if wanted is None or wanted == "auto":
-            return []
-        problems = find_conflicts(trainer, pl_module, wanted, self.written, self.is_of_weights)
+            return
+        yield from _reasons_against(trainer, pl_module, wanted, self.is_of_weights)
         if not self.is_asked and wanted != str(trainer.precision) and _emulates(trainer, wanted):
-            overflow = overflows_in_float16(pl_module)
-            why = f"{EMULATED}; {overflow or _WAY_OUT}"
-            problems.append(Problem(self.written, why, f"Set `precision={wanted!r}`."))
-        return problems
+            why = f"{EMULATED}; {overflows_in_float16(pl_module) or _WAY_OUT}"
+            yield why, f"Set `precision={wanted!r}`."
 
     def savings(self, pl_module: Any) -> str:
-        """Say which tensors would be smaller."""
         return "it would halve the activations of matrix products"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set the precision, or show why it stays."""
         current = precision_state(trainer).current
-        wanted, reason, self.value = self.precision, "", repr(self.precision)
-        if self.precision is None:
-            self.show_off()
-            return
+        wanted, reason = self.precision, self._why
         if self.precision == "auto":
             wanted, reason = _choose(trainer, pl_module)
         if wanted is None:
@@ -108,21 +99,9 @@ class PrecisionSetting(Setting):
         self.show("on", *details, exactness=exactness)
 
 
-def find_conflicts(
-    trainer: Any,
-    pl_module: nn.Module,
-    wanted: str,
-    written: str = "",
-    is_of_weights: bool = False,
-) -> list[Problem]:
-    """Find every reason why a Trainer cannot be given a precision."""
-    what = written or f"`precision={wanted!r}`"
-    reasons = _reasons_against(trainer, wanted, is_of_weights)
-    problems = [Problem(what, why, fix) for why, fix in reasons]
-    return problems + _half_parameters(pl_module, wanted, what, is_of_weights)
-
-
-def _reasons_against(trainer: Any, wanted: str, is_of_weights: bool) -> Iterator[tuple[str, str]]:
+def _reasons_against(
+    trainer: Any, pl_module: nn.Module, wanted: str, is_of_weights: bool = False
+) -> Iterator[tuple[str, str]]:
     state = precision_state(trainer)
     # What the Trainer computes in is as good as ours, if it is the same.
     must_go_too = is_of_weights and state.current != wanted
@@ -148,26 +127,16 @@ def _reasons_against(trainer: Any, wanted: str, is_of_weights: bool) -> Iterator
     on_xla = is_strategy(trainer, "XLAStrategy", "SingleDeviceXLAStrategy")
     if on_xla and wanted not in ("32-true", "16-true", "bf16-true"):
         yield "XLA devices run in one precision", 'Use `precision="bf16-true"` or "32-true".'
-
-
-# Under these precisions Lightning leaves parameters as they are, so ones that are half already
-# stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
-def _half_parameters(
-    module: nn.Module, wanted: str, what: str, is_of_weights: bool
-) -> list[Problem]:
-    if wanted not in ("32-true", "16-mixed", "bf16-mixed"):
-        return []
-    half = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
-    use = "set `low_precision_weights=None` and" if is_of_weights else "use"
-    return [
-        Problem(
-            what,
-            f"trainable parameters are {dtype} already and would stay so",
-            f"Load the model in float32 (Hugging Face: `dtype=torch.float32`), or {use} "
-            f'`precision="{"16-true" if dtype is torch.float16 else "bf16-true"}"`.',
-        )
-        for dtype in sorted(half, key=str)
-    ]
+    # Under these precisions Lightning leaves parameters as they are, so ones that are half already
+    # stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
+    keeps = wanted in ("32-true", "16-mixed", "bf16-mixed")
+    trained = {p.dtype for p in pl_module.parameters() if p.requires_grad}
+    for dtype in [half for half in (torch.bfloat16, torch.float16) if keeps and half in trained]:
+        use = "set `low_precision_weights=None` and" if is_of_weights else "use"
+        other = "16-true" if dtype is torch.float16 else "bf16-true"
+        load = "Load the model in float32 (Hugging Face: `dtype=torch.float32`)"
+        why = f"trainable parameters are {dtype} already and would stay so"
+        yield why, f'{load}, or {use} `precision="{other}"`.'
 
 
 def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:
@@ -184,9 +153,8 @@ def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:
         overflow = overflows_in_float16(pl_module)
         none = "kept: this GPU has no native bfloat16"
         return None, f"{none}, and {overflow}" if overflow else _NOT_FLOAT16
-    conflicts = find_conflicts(trainer, pl_module, wanted)
-    if conflicts:
-        return None, f"kept: {conflicts[0].what} is not possible, as {conflicts[0].why}"
+    for why, _ in _reasons_against(trainer, pl_module, wanted):
+        return None, f"kept: `precision={wanted!r}` is not possible, as {why}"
     return wanted, ""
 
 

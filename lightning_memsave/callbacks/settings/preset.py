@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting
 from lightning_memsave.core.technique import Row
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching, size_of_batches
 from lightning_memsave.techniques.registry import BARE, values_of
 
 # The argument's default is "auto": whether it was written cannot be told.
@@ -13,15 +14,15 @@ _NOT_REPEATED = (
 
 
 class PresetSetting(Setting):
-    """Shows the settings of a preset; the settings themselves do the work."""
-
     name = "preset"
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
-        given = arguments["preset"]
+        self.is_on, given = True, arguments["preset"]
         own = [n for n in values_of(given or BARE) if n not in arguments["from_preset"]]
         settings = {name: arguments[name] for name in arguments["from_preset"]}
+        if MicroBatching.argument in settings:
+            settings[MicroBatching.argument] = size_of_batches(arguments[MicroBatching.argument])
         on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
         yielded = [name for name, why in arguments["from_preset"].items() if why]
         off = ", ".join(n for n, value in settings.items() if value is None and n not in yielded)
@@ -40,5 +41,4 @@ class PresetSetting(Setting):
             self._row = Row(self.name, "'off'", "unchanged", details)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Show the settings of the preset."""
         self.rows = [self._row]

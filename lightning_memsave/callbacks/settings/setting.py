@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -12,13 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Row, Technique, undo_all
-from lightning_memsave.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    NoEffectWarning,
-    Problem,
-)
-from lightning_memsave.trainer.configure_optimizers import enable
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.trainer.configure_optimizers import TechniqueState, enable
 from lightning_memsave.trainer.facts import facts_of
 from lightning_memsave.trainer.failures import describe
 from lightning_memsave.trainer.trainer import builds_model_late
@@ -34,7 +29,6 @@ for the least memory add up: none of them is left out."""
 
 
 def exactness_limit(arguments: Arguments) -> Exactness:
-    """Read how far results may move."""
     try:
         return Exactness(arguments["exactness"])
     except ValueError as error:
@@ -50,17 +44,15 @@ def is_asked(arguments: Arguments, name: str) -> bool:
 
 
 def why_beyond(arguments: Arguments, name: str, exactness: Exactness) -> str:
-    """Say why the limit switches off what is left to a preset."""
+    """Say why the limit switches off what is left to a preset; refuse what the user wrote."""
     limit = exactness_limit(arguments)
     if limit.allows(exactness):
         return ""
+    why = f"{exactness.value}, which `exactness={limit.value!r}` does not allow"
     if not is_asked(arguments, name):
-        return f"it is {exactness.value}, which `exactness={limit.value!r}` does not allow"
-    raise ConfigurationError(
-        f"{as_given(arguments, name)} is {exactness.value}, which "
-        f"`exactness={limit.value!r}` does not allow. Use `exactness={exactness.value!r}`, or "
-        f"`{name}=None`."
-    )
+        return f"it is {why}"
+    fix = f"Use `exactness={exactness.value!r}`, or `{name}=None`."
+    raise ConfigurationError(f"{as_given(arguments, name)} is {why}. {fix}")
 
 
 def as_given(arguments: Arguments, name: str) -> str:
@@ -71,7 +63,6 @@ def as_given(arguments: Arguments, name: str) -> str:
 
 
 def saves(num_bytes: int, what: str) -> str:
-    """Say what a setting that has yielded would save; nothing for nothing."""
     return f"it would save up to {format_bytes(num_bytes)} of {what}" if num_bytes else ""
 
 
@@ -81,7 +72,6 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def warn(trainer: Any, message: str, category: type[Warning]) -> None:
-    """Give a warning on rank zero."""
     if trainer.is_global_zero:
         warnings.warn(message, category, stacklevel=3)
 
@@ -97,6 +87,10 @@ class Setting(ABC):
     is_for_evaluation: ClassVar[bool] = False
     """It matters in validation, test and prediction too."""
 
+    def __init_subclass__(cls) -> None:
+        if cls.kind is not None:
+            cls.name = cls.kind.argument
+
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
         self.is_asked = is_asked(arguments, self.name) if self.name in arguments else True
@@ -106,19 +100,23 @@ class Setting(ABC):
         self.rows: list[Row] = []
         self.has_yielded = False
         self._undo: list[Callable[[], None]] = []
-        self.technique = self.read()
+        self.technique: Any = self.read()
         if self.technique is not None:
             self.off_reason = why_beyond(arguments, self.name, self.technique.exactness)
         elif not self.is_asked:
             self.off_reason = arguments["from_preset"].get(self.name, "")
-        self.technique = None if self.off_reason else self.technique
-        given = arguments.get(self.name) if self.technique is not None else None
-        self.value = repr(getattr(self.technique, self.shown, None) if self.shown else given)
+        self.is_on = self.technique is not None and not self.off_reason
+        """There is something to apply: what is off has no conflicts, and at most a row."""
+        given = getattr(self.technique, self.shown) if self.is_on and self.shown else None
+        self.value = repr(arguments[self.name] if self.is_on and not self.shown else given)
         """What the user, or the preset, wrote for it."""
 
     def read(self) -> Any:
         """Make the technique that the arguments describe; ``None`` where it is off."""
-        return self.kind and self.kind.from_value(self.arguments[self.name])
+        technique: Any = self.kind and self.kind.from_value(self.arguments[self.name])
+        if getattr(technique, "blocks", "none") is None:
+            return dataclasses.replace(technique, blocks=self.arguments["blocks"])
+        return technique
 
     @property
     def written(self) -> str:
@@ -127,39 +125,56 @@ class Setting(ABC):
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find every conflict with this Trainer and module; changes nothing."""
-        if self.technique is None:
-            return []
-        found: list[Problem] = self.technique.conflicts(facts_of(trainer, pl_module), self.written)
-        return found
+        return list(self.conflicts(trainer, pl_module)) if self.is_on else []
+
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterable[Problem]:
+        """Find the conflicts of what is on; the technique knows its own."""
+        if self.technique is not None:
+            yield from self.technique.conflicts(facts_of(trainer, pl_module), self.written)
+        for why, fix in self.reasons(trainer, pl_module):
+            yield Problem(self.written, why, fix)
+
+    def reasons(self, trainer: Any, pl_module: Any) -> Iterable[tuple[str, str]]:
+        """Find other reasons why it cannot be as it was written, and what to do."""
+        return ()
 
     @abstractmethod
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Make the changes, in ``setup`` of a fit, after every ``check`` was empty."""
+        """Make the changes of what is on, in ``setup``, after every ``check`` was empty."""
+
+    def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
+        """Apply of what is on what needs the set-up model, in ``on_fit_start``."""
 
     def show(self, status: Any, *details: str, exactness: str = "") -> None:
-        """Put one row in the table."""
         self.rows = [Row(self.name, self.value, status, tuple(filter(None, details)), exactness)]
 
-    def show_off(self) -> None:
+    def stay_off(self, trainer: Any, pl_module: Any) -> None:
         """Write why it does nothing: a limit, or the user's ``None``; no row for a preset's."""
-        self.rows = []
         if self.off_reason:
             self.rows = [Row(self.name, "auto", "off", (self.off_reason,))]
         elif self.is_asked:
             self.rows = [Row(self.name, "None", "unchanged", (UNCHANGED,))]
 
     def show_handle(self, handle: Handle[Any]) -> Row:
-        """Make the row of what a technique has changed."""
         if not handle.changes:
             return Row(self.name, self.value, "off", handle.skipped)
-        assert self.technique is not None, "it has a handle"
         details, exactness = (handle.summary, *handle.skipped), self.technique.exactness.value
         return Row(self.name, self.value, "on", details, exactness)
 
     def add_details(self, *details: str) -> None:
-        """Add to every row."""
         more = tuple(filter(None, details))
         self.rows = [dataclasses.replace(row, details=row.details + more) for row in self.rows]
+
+    def settle(self, trainer: Any, pl_module: Any) -> None:
+        """Apply it, or show why it is off or yields."""
+        self.has_yielded, self.rows = False, []
+        # Only now: those before it decide what it finds, as the precision does.
+        if against := [] if self.is_asked else self.check(trainer, pl_module):
+            self.yield_to(against, trainer, pl_module)
+        elif self.is_on:
+            self.apply(trainer, pl_module)
+        else:
+            self.stay_off(trainer, pl_module)
 
     def yield_to(self, problems: Sequence[Problem], trainer: Any, pl_module: Any) -> None:
         """Stay off, and show why and what it would have saved."""
@@ -170,40 +185,27 @@ class Setting(ABC):
         self.show("off", *dict.fromkeys(reasons), self.savings(pl_module))
 
     def savings(self, pl_module: Any) -> str:
-        """Say what it would have saved."""
+        """Say what it would have saved, where it yields."""
         return ""
 
-    def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
-        """Apply what needs the set-up model, in ``on_fit_start``."""
-
     def undo(self) -> None:
-        """Restore what was there before; a second call does nothing."""
         undo_all(self._undo)
 
 
 class ModuleSetting(Setting):
-    """A technique that changes the module."""
-
     _handle: Handle[nn.Module] | None = None
 
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer and with the module, as far as it is built."""
-        if self.technique is None:
-            return []
-        return [*self.technique.check(pl_module), *super().check(trainer, pl_module)]
+    def conflicts(self, trainer: Any, pl_module: Any) -> Iterable[Problem]:
+        return [*self.technique.check(pl_module), *super().conflicts(trainer, pl_module)]
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the module, unless it makes its layers later."""
-        self.rows = []  # those of an earlier Trainer
-        if self.technique is None:
-            self.show_off()
-        elif not builds_model_late(pl_module):
+        if not builds_model_late(pl_module):
             self.use(self.technique, pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Change a module that made its layers after ``setup``."""
-        is_done = self._handle is not None and bool(self._handle.changes)
-        if self.technique is None or is_done:
+        if self._handle is not None and self._handle.changes:
             return
         if not self.is_asked and (problems := self.technique.check(pl_module)):
             self.yield_to(problems, trainer, pl_module)
@@ -223,15 +225,12 @@ class ModuleSetting(Setting):
         return handle
 
     def refuse(self, reasons: Sequence[str]) -> None:
-        """Refuse what finds nothing to change."""
-        assert self.technique is not None, "it was applied"
         remedy = self.technique.remedy
         fix = f"{remedy}, or set `{self.name}=None`." if remedy else f"Set `{self.name}=None`."
         problem = Problem(self.written, "; ".join(reasons), fix)
         raise IncompatibleError("MemSaveCallback", [problem])
 
     def undo(self) -> None:
-        """Restore the module; a second call does nothing."""
         self._handle = None
         super().undo()
 
@@ -239,31 +238,24 @@ class ModuleSetting(Setting):
 class OptimizerTechniqueSetting(Setting):
     """A technique on what ``configure_optimizers`` gives."""
 
-    _state: Any = None
+    _state: TechniqueState | None = None
 
-    def enable(self, pl_module: Any, technique: Technique[Optimizer]) -> None:
-        """Let the module configure its optimizers with the technique."""
-        self.rows = []
-        self._state, undo = enable(pl_module, technique, not self.is_asked)
+    def enable(self, pl_module: Any, technique: Technique[Any], method: str = "apply") -> None:
+        self._state, undo = enable(pl_module, technique, not self.is_asked, method)
         self._undo.append(undo)
 
     @property
     def handles(self) -> list[Handle[Optimizer]]:
-        """What became of each optimizer."""
         return [] if self._state is None else self._state.handles
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what became of each optimizer."""
-        if self._state is None:
-            return
-        if self._state.problems:
+        if self._state is not None and self._state.problems:
             self.yield_to(self._state.problems, trainer, pl_module)
             return
         self.show("off", "the module configures no optimizer")
         self.rows = [self.show_handle(handle) for handle in self.handles] or self.rows
 
     def undo(self) -> None:
-        """Restore everything, and let go of the optimizers; a second call does nothing."""
         self._state = None
         super().undo()
 
@@ -272,22 +264,17 @@ SettingT = TypeVar("SettingT", bound=Setting)
 
 
 class Settings:
-    """All settings of a callback."""
-
     def __init__(self, settings: Sequence[Setting]) -> None:
         self._settings = settings
 
     @property
     def rows(self) -> list[Row]:
-        """The lines of the table at the start of fit."""
         return [row for setting in self._settings for row in setting.rows]
 
     def find(self, kind: type[SettingT]) -> SettingT:
-        """Give the setting of a class."""
         return next(setting for setting in self._settings if isinstance(setting, kind))
 
     def conflicts_of(self, name: str, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what conflicts with a setting; changes nothing."""
         chosen = [setting for setting in self._settings if setting.name == name]
         return [problem for s in chosen for problem in s.check(trainer, pl_module)]
 
@@ -295,33 +282,19 @@ class Settings:
         """Apply every setting, or none."""
         chosen = [s for s in self._settings if is_fit or s.is_for_evaluation]
         problems = [p for s in chosen if s.is_asked for p in s.check(trainer, pl_module)]
-        if problems:
-            return problems
         # What finds nothing to change is known only when it is applied.
-        with self.undone_on_error():
-            for setting in chosen:
-                setting.has_yielded = False
-                # Only now: those before it decide what it finds, as the precision does.
-                against = [] if setting.is_asked else setting.check(trainer, pl_module)
-                if against:
-                    setting.yield_to(against, trainer, pl_module)
-                    continue
-                try:
-                    setting.apply(trainer, pl_module)
-                except IncompatibleError as error:
-                    problems += error.problems
-        if problems:
-            self.undo()
-        return problems
+        return problems or self._do(lambda s: s.settle(trainer, pl_module), chosen)
 
     def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Apply what needs the set-up model, in ``on_fit_start``."""
+        chosen = [s for s in self._settings if s.is_on and not s.has_yielded]
+        return self._do(lambda s: s.start(trainer, pl_module), chosen)
+
+    def _do(self, function: Callable[[Setting], None], chosen: Iterable[Setting]) -> list[Problem]:
         problems: list[Problem] = []
         with self.undone_on_error():
-            for setting in self._settings:
+            for setting in chosen:
                 try:
-                    if not setting.has_yielded:
-                        setting.start(trainer, pl_module)
+                    function(setting)
                 except IncompatibleError as error:
                     problems += error.problems
         if problems:
@@ -329,7 +302,7 @@ class Settings:
         return problems
 
     def undo(self) -> list[str]:
-        """Restore everything; a second call does nothing."""
+        """Restore everything, and say what could not be; a second call does nothing."""
         failures = []
         for setting in reversed(self._settings):
             try:
@@ -340,7 +313,6 @@ class Settings:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Restore everything if what is done inside fails."""
         try:
             yield
         except BaseException as error:
