@@ -1,4 +1,4 @@
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -9,21 +9,27 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import MemSaveCallback, MicroBatching
 from lightning_memsave.errors import ExactnessWarning, IncompatibleError, MemsaveWarning
-from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, make_lit, make_trainer
+from tests.callbacks.lit import (
+    LIGHTNING,
+    Vectors,
+    assert_same,
+    callback_with,
+    fit,
+    loader_of,
+    make_lit,
+    make_trainer,
+    no_step,
+    quiet,
+    rows_of,
+    without_dropout,
+)
 from tests.cases import WIDTH
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 
 def only_accumulate(num_batches: int) -> MemSaveCallback:
-    return MemSaveCallback(
-        None,
-        optimizer=None,
-        precision=None,
-        accumulate_grad_batches=num_batches,
-        predict=False,
-        report=False,
-    )
+    return quiet(None, optimizer=None, precision=None, accumulate_grad_batches=num_batches)
 
 
 class Stream(IterableDataset[Tensor]):
@@ -35,25 +41,23 @@ class Stream(IterableDataset[Tensor]):
 
 def sgd_lit(package: Any, loader: Any, seen: list[Tensor]) -> Any:
     """A module without dropout in float64 that records the gradient before each step."""
-    lit = make_lit(package)
-    for block in lit.model.blocks:
-        block.dropout.p = 0.0
-    lit.double()
-
-    def on_before_optimizer_step(self, optimizer):
-        seen.append(self.model.head.weight.grad.clone())
 
     def training_step(self, batch, batch_idx):
         loss = self.model(batch.double())
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    type(lit).on_before_optimizer_step = on_before_optimizer_step
-    type(lit).training_step = training_step
-    type(lit).validation_step = lambda self, batch, batch_idx: None
-    type(lit).configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=0.0)
-    type(lit).train_dataloader = lambda self: loader
-    return lit
+    lit = make_lit(
+        package,
+        training_step=training_step,
+        validation_step=no_step,
+        on_before_optimizer_step=lambda self, optimizer: seen.append(
+            self.model.head.weight.grad.clone()
+        ),
+        configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.0),
+        train_dataloader=lambda self: loader,
+    )
+    return without_dropout(lit).double()
 
 
 def gradients_of_windows(lit: Any, loader: Any, window: int) -> list[Tensor]:
@@ -67,81 +71,62 @@ def gradients_of_windows(lit: Any, loader: Any, window: int) -> list[Tensor]:
     return gradients
 
 
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
-
-
 LOADERS = {
     "known length": lambda: DataLoader(Vectors(24), batch_size=4),
     "unknown length": lambda: DataLoader(Stream(), batch_size=4),
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 9])
-def test_gradient_is_the_mean_over_each_window(package, kind, window):
+def seen_and_expected(
+    package: Any, window: int, *callbacks: Any, kind: str = "known length", **settings: Any
+) -> tuple[list[Tensor], list[Tensor]]:
     seen: list[Tensor] = []
     loader = LOADERS[kind]()
     lit = sgd_lit(package, loader, seen)
-    expected = gradients_of_windows(lit, loader, window)
-    fit(lit, only_accumulate(window), package=package, log_every_n_steps=1)
+    limit = settings.get("limit_train_batches")
+    expected = gradients_of_windows(lit, list(loader)[:limit], window)
+    fit(lit, *callbacks, package=package, log_every_n_steps=1, **settings)
     assert len(seen) == len(expected)
-    for ours, truth in zip(seen, expected, strict=True):
-        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=0.0)
+    return seen, expected
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 9])
+def test_gradient_is_the_mean_over_each_window(package, kind, window):
+    for limits in ({}, {"limit_train_batches": 5}):
+        found = seen_and_expected(package, window, only_accumulate(window), kind=kind, **limits)
+        for ours, truth in zip(*found, strict=True):
+            torch.testing.assert_close(ours, truth, rtol=1e-12, atol=0.0)
 
 
 def test_lightnings_own_last_window_is_too_small(package):
     """What the setting is for; if this fails, Lightning has mended its issue 19987."""
-    seen: list[Tensor] = []
-    loader = LOADERS["known length"]()
-    lit = sgd_lit(package, loader, seen)
-    expected = gradients_of_windows(lit, loader, 4)
-    fit(lit, package=package, accumulate_grad_batches=4, log_every_n_steps=1)
+    seen, expected = seen_and_expected(package, 4, accumulate_grad_batches=4)
     torch.testing.assert_close(seen[0], expected[0], rtol=1e-12, atol=0.0)
     torch.testing.assert_close(seen[1], expected[1] / 2, rtol=1e-12, atol=0.0)
 
 
-def test_limited_batches_end_the_window(package):
-    seen: list[Tensor] = []
-    loader = LOADERS["known length"]()
-    lit = sgd_lit(package, loader, seen)
-    expected = gradients_of_windows(lit, list(loader)[:5], 3)
-    fit(lit, only_accumulate(3), package=package, limit_train_batches=5, log_every_n_steps=1)
-    assert len(seen) == 2
-    torch.testing.assert_close(seen[1], expected[1], rtol=1e-12, atol=0.0)
-
-
 def test_full_windows_are_bit_identical_to_the_trainers_own(package):
+    """With the logged loss, which is not scaled."""
     lit = make_lit(package)
     ours = fit(lit, only_accumulate(3), package=package, max_epochs=2)
     theirs = fit(lit, package=package, accumulate_grad_batches=3, max_epochs=2)
     assert_same(ours, theirs)
     assert ours[2].global_step == theirs[2].global_step == 4
-
-
-def test_logged_loss_is_unscaled_and_the_same(package):
-    lit = make_lit(package)
-    _, _, ours = fit(lit, only_accumulate(3), package=package)
-    _, _, theirs = fit(lit, package=package, accumulate_grad_batches=3)
-    assert ours.callback_metrics == theirs.callback_metrics
-    assert ours.callback_metrics["loss"] > 0.05
+    assert ours[2].callback_metrics == theirs[2].callback_metrics
+    assert ours[2].callback_metrics["loss"] > 0.05
 
 
 def test_steps_and_schedules_follow_the_window(package):
-    lit = make_lit(package)
     estimated: list[float] = []
 
     def configure_optimizers(self):
         estimated.append(self.trainer.estimated_stepping_batches)
         optimizer = torch.optim.AdamW(self.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    type(lit).configure_optimizers = configure_optimizers
+    lit = make_lit(package, configure_optimizers=configure_optimizers)
     _, _, trainer = fit(lit, only_accumulate(4), package=package)
     assert estimated == [2]
     assert trainer.global_step == 2
@@ -151,7 +136,7 @@ def test_steps_and_schedules_follow_the_window(package):
 
 def test_last_window_is_right_under_the_gradient_scaler():
     """float16 cannot run here; a scaler with bfloat16 takes the same path through Lightning."""
-    package = PACKAGES["lightning"]
+    package: Any = LIGHTNING
     gradients = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
         seen: list[Tensor] = []
@@ -170,36 +155,29 @@ def test_batch_norm_is_warned_about():
 
 
 def test_manual_optimization_is_refused():
-    lit = make_lit()
-    lit.automatic_optimization = False
+    lit = make_lit(automatic_optimization=False)
     with pytest.raises(IncompatibleError, match="accumulate in `training_step`"):
         fit(lit, only_accumulate(2))
 
 
 def test_the_trainers_own_value_is_kept_with_a_notice():
-    callback = MemSaveCallback()
-    fit(make_lit(), callback, accumulate_grad_batches=4)
-    row = next(row for row in callback.rows if row.name == "accumulate_grad_batches")
+    fit(make_lit(), callback := MemSaveCallback(), accumulate_grad_batches=4)
+    row = rows_of(callback)["accumulate_grad_batches"]
     assert (row.value, row.status) == ("4", "unchanged")
     assert "pass it to `MemSaveCallback` for the right scale" in row.details[0]
-
-
-def test_width_of_the_cases_is_what_the_loaders_give():
-    assert Vectors()[0].shape == (WIDTH,)
 
 
 class TestOpenWindow:
     """Gradients are in no checkpoint."""
 
     def save_at(self, package: Any, path: Any, batch_idx: int, **settings: Any) -> None:
-        class Saving(package.Callback):  # type: ignore[misc]
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
-                if index == batch_idx:
-                    trainer.save_checkpoint(path / "first.ckpt")
-                    trainer.save_checkpoint(path / "second.ckpt")
+        def save(self, trainer, *args):
+            if args[-1] == batch_idx:
+                trainer.save_checkpoint(path / "first.ckpt")
+                trainer.save_checkpoint(path / "second.ckpt")
 
-        callback = MemSaveCallback(None, optimizer=None, predict=False, report=False)
-        trainer = make_trainer(package, callback, Saving(), limit_train_batches=5, **settings)
+        callbacks = quiet(None, optimizer=None), callback_with(package, on_train_batch_end=save)
+        trainer = make_trainer(package, *callbacks, limit_train_batches=5, **settings)
         trainer.fit(make_lit(package))
         trainer.save_checkpoint(path / "end.ckpt")
 
@@ -215,28 +193,24 @@ class TestOpenWindow:
         self.save_at(package, tmp_path, batch_idx, accumulate_grad_batches=window)
 
 
-class Tagger(pl.LightningModule):
+def tagger(reduction: str = "mean") -> Any:
     """Its loss is a mean over labels other than -100, of which batches have more or fewer."""
 
-    def __init__(self, *, is_summed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
-        self.blocks = nn.ModuleList(layers)
-        self.head = nn.Linear(WIDTH, 5)
-        self.is_summed = is_summed
-        self.double()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"]
-        for block in self.blocks:
+        for block in self.model[:3]:
             x = x + block(x)
-        reduction = "sum" if self.is_summed else "mean"
-        logits = self.head(x).flatten(0, 1)
+        logits = self.model[3](x).flatten(0, 1)
         return cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    return make_lit(
+        model=nn.Sequential(*blocks, nn.Linear(WIDTH, 5)).double(),
+        training_step=training_step,
+        validation_step=no_step,
+        configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1),
+    )
 
 
 def tagged(number: int = 7, num_samples: int = 4, *, is_full_at_first: bool = False) -> list[Any]:
@@ -252,7 +226,7 @@ def tagged(number: int = 7, num_samples: int = 4, *, is_full_at_first: bool = Fa
     return batches
 
 
-def trained_by_hand(lit: Tagger, batches: list[Any], window: int) -> list[Tensor]:
+def trained_by_hand(lit: Any, batches: list[Any], window: int) -> list[Tensor]:
     """Each step has the gradient of the mean over all labels of its window."""
     optimizer = lit.configure_optimizers()
     for start in range(0, len(batches), window):
@@ -266,13 +240,9 @@ def trained_by_hand(lit: Tagger, batches: list[Any], window: int) -> list[Tensor
 
 
 def trained(lit: Any, batches: list[Any], **settings: Any) -> tuple[list[Tensor], MemSaveCallback]:
-    callback = MemSaveCallback(
-        **{"preset": "off", "micro_batch_size": MicroBatching("halve"), **settings},
-        predict=False,
-        report=False,
-    )
+    callback = quiet(**{"preset": "off", "micro_batch_size": MicroBatching("halve"), **settings})
     trainer = make_trainer(pl, callback, max_epochs=1)
-    trainer.fit(lit, DataLoader(cast(Any, batches), batch_size=None))
+    trainer.fit(lit, loader_of(batches))
     return [*lit.parameters()], callback
 
 
@@ -300,29 +270,28 @@ class TestTokens:
     )
     def test_the_gradient_is_that_of_the_window(self, settings, is_full_at_first):
         batches = tagged(is_full_at_first=is_full_at_first)
-        found, _ = trained(Tagger(), batches, accumulate_grad_batches=3, **settings)
-        assert_close(found, trained_by_hand(Tagger(), batches, 3))
+        found, _ = trained(tagger(), batches, accumulate_grad_batches=3, **settings)
+        assert_close(found, trained_by_hand(tagger(), batches, 3))
 
     def test_without_proofs_all_weigh_the_same_and_the_table_says_so(self):
         batches = tagged()
-        found, callback = trained(
-            Tagger(), batches, accumulate_grad_batches=3, micro_batch_size=None
-        )
+        settings = {"accumulate_grad_batches": 3, "micro_batch_size": None}
+        found, callback = trained(tagger(), batches, **settings)
         with pytest.raises(AssertionError):
-            assert_close(found, trained_by_hand(Tagger(), batches, 3))
-        (row,) = [row for row in callback.rows if row.name == "accumulate_grad_batches"]
+            assert_close(found, trained_by_hand(tagger(), batches, 3))
+        row = rows_of(callback)["accumulate_grad_batches"]
         assert "all batches weigh the same" in row.details[-1]
 
     def test_a_sum_keeps_the_scale_of_the_project(self):
         batches = tagged(6)
-        found, _ = trained(Tagger(is_summed=True), batches, accumulate_grad_batches=3)
-        lit = Tagger(is_summed=True)
+        found, _ = trained(tagger("sum"), batches, accumulate_grad_batches=3)
+        lit = tagger("sum")
         trainer = make_trainer(pl, max_epochs=1, accumulate_grad_batches=3)
-        trainer.fit(lit, DataLoader(cast(Any, batches), batch_size=None))
+        trainer.fit(lit, loader_of(batches))
         assert_close(found, [*lit.parameters()])
 
     def test_a_given_weight_serves_batches_of_one_sample(self):
         batches = tagged(num_samples=1)
         size = MicroBatching("halve", loss_weight="tokens")
-        found, _ = trained(Tagger(), batches, accumulate_grad_batches=3, micro_batch_size=size)
-        assert_close(found, trained_by_hand(Tagger(), batches, 3))
+        found, _ = trained(tagger(), batches, accumulate_grad_batches=3, micro_batch_size=size)
+        assert_close(found, trained_by_hand(tagger(), batches, 3))

@@ -26,142 +26,122 @@ pytestmark = pytest.mark.usefixtures("no_prediction")
 NAN, INF = float("nan"), float("inf")
 
 
-def any_of(*values: Any) -> tuple[Any, ...]:
-    return values
-
-
-ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"activation_checkpointing": "some"}, r'Use "all", "nested", "selective"'),
-    ({"activation_checkpointing": 0}, r"a number of blocks such as 6"),
-    ({"activation_checkpointing": -3}, r"a number of blocks such as 6"),
-    ({"activation_checkpointing": 0.5}, r'Write "50%" for this share'),
-    ({"activation_checkpointing": True}, r'Use "all"'),
-    ({"activation_checkpointing": "every:0"}, r'"every:2"'),
-    ({"activation_checkpointing": "every:"}, r'"every:2"'),
-    ({"activation_checkpointing": ["all"]}, r'Use "all"'),
+# Arguments, what to type instead, and values that are wrong by themselves.
+ALONE: list[tuple[str, str, list[Any]]] = [
     (
-        {"activation_checkpointing": ActivationCheckpointing},
-        r"Use `activation_checkpointing=ActivationCheckpointing\(\)`",
+        "activation_checkpointing",
+        r'Use "all", "nested", "selective"',
+        [
+            *("some", "al", "", "0%", "101%", "every:1.5", b"all", ["all"], {"which": "all"}),
+            *(True, False, NAN, INF, 0.0, -0.5, nn.Linear(1, 1), torch.tensor(3)),
+        ],
     ),
-    ({"activation_checkpointing": LowBitOptimizer()}, r"Use `activation_checkpointing=Activation"),
+    ("activation_checkpointing", r"a number of blocks such as 6", [0, -3]),
+    ("activation_checkpointing", r'Write "50%" for this share', [0.5]),
+    ("activation_checkpointing", r'"every:2"', ["every:0", "every:"]),
+    (
+        "activation_checkpointing",
+        r"Use `activation_checkpointing=ActivationCheckpointing\(\)`",
+        [ActivationCheckpointing, LowBitOptimizer()],
+    ),
+    ("blocks", r"Write for example \"re:encoder", ["re:(", ["re:("]]),
+    ("blocks", r"Pass a class name", [()]),
+    (
+        "blocks",
+        r'Pass a class name such as "BertLayer"',
+        [3, [None], "", [""], {"Block": 1}, b"Block", True, nn.Linear(1, 1), int, [int]],
+    ),
+    ("optimizer", r"adamw_8bit", ["adamw8bit"]),
+    ("optimizer", r"8bit", ["4bit", 8]),
+    ("optimizer", r"`optimizer=AdamW`: it is an optimizer class", [torch.optim.AdamW]),
+    (
+        "optimizer",
+        r"`optimizer=AdamW\(\.\.\.\)`.* Return it there, and use `optimizer=\"8bit\"`",
+        [torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])],
+    ),
+    (
+        "optimizer",
+        r"Use `optimizer=LowBitOptimizer\(\)`",
+        [LowBitOptimizer, ActivationCheckpointing()],
+    ),
+    (
+        "optimizer",
+        r'Choose one of "8bit"',
+        ["", True, False, 8.0, {"optimizer": "8bit"}, nn.Linear(1, 1)],
+    ),
+    ("optimizer", r'Did you mean "adamw_8bit"', ["AdamW"]),
+    ("optimizer", r'Did you mean "8bit"', [["8bit"]]),
+    (
+        "precision",
+        r'Use "auto", `None` or one of 32-true',
+        ["fp16", 8, True, "", "bf16-mixd", 17, 16.5, NAN, ["16"], {}, b"16", torch.bfloat16],
+    ),
+    (
+        "accumulate_grad_batches",
+        r"Use `accumulate_grad_batches=4`",
+        [0, 2.0, True, -1, "4", NAN, [4], {0: 4}, torch.tensor(4)],
+    ),
+    ("accumulate_grad_batches", r"or `None` to leave it to the Trainer", ["auto"]),
+    ("exactness", r"Use 'bitwise' or 'rounding' or 'approximate'", ["lossless"]),
+    ("exactness", r"Use 'bitwise' or 'rounding'", ["", "Bitwise", None, 1, True, ["bitwise"], {}]),
+    ("report", r"Use one of `report=True`", ["memsave.json", None, 1, ["x"]]),
+    ("preset", r"Use 'off', 'classic', 'bitwise'", ["all", "", 1, True, ["bitwise"]]),
+    ("predict", r"Use `predict=60`", ["yes", "60", 0, -5, NAN, INF, None, [60]]),
+    (
+        "micro_batch_size",
+        r'Use `micro_batch_size=1`.*or `"halve"`',
+        [0, -4, 2.0, NAN, "8", "atuo", True, [2]],
+    ),
+    (
+        "micro_batch_size",
+        r"Use `micro_batch_size=MicroBatching\(\)`",
+        [MicroBatching, LowBitOptimizer()],
+    ),
+    (
+        "chunked_cross_entropy",
+        r"Use `chunked_cross_entropy=True`, `chunked_.*=512`",
+        ["yes", 0, -1, 1.5, NAN, [256], ChunkedCrossEntropy, LowBitOptimizer()],
+    ),
+    ("attention", r"Use one of 'sdpa'", ["flash2", "", "SDPA"]),
+    ("attention", r'Use `attention="sdpa"`', [1, True, False, ["sdpa"], AttentionKernel]),
+    (
+        "low_precision_weights",
+        r'Use `low_precision_weights="stochastic"`, `low_',
+        ["bf16", "", True, False, 1, ["kahan"], LowPrecisionWeights],
+    ),
+    (
+        "optimizer_in_backward",
+        r"Use `optimizer_in_backward=True`, `optimizer_in_",
+        ["yes", "", 0, 1, ["x"], OptimizerInBackward, torch.ones(2)],
+    ),
+]
+TOGETHER: list[tuple[dict[str, Any], str]] = [
     (
         {"activation_checkpointing": ActivationCheckpointing(), "blocks": "Block"},
         r"Use `activation_checkpointing=ActivationCheckpointing\(\.\.\., blocks=\.\.\.\)`",
     ),
     ({"activation_checkpointing": None, "blocks": "Block"}, r"or remove `blocks`"),
-    ({"blocks": "re:("}, r"Write for example \"re:encoder"),
-    ({"blocks": ()}, r"Pass a class name"),
-    ({"blocks": 3}, r'Pass a class name such as "BertLayer"'),
-    ({"blocks": [None]}, r'Pass a class name such as "BertLayer"'),
-    ({"optimizer": "adamw8bit"}, r"adamw_8bit"),
-    ({"optimizer": "4bit"}, r"8bit"),
-    ({"optimizer": 8}, r"8bit"),
-    ({"optimizer": torch.optim.AdamW}, r"`optimizer=AdamW`: it is an optimizer class"),
-    (
-        {"optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])},
-        r"`optimizer=AdamW\(\.\.\.\)`.* Return it there, and use `optimizer=\"8bit\"`",
-    ),
-    ({"optimizer": LowBitOptimizer}, r"Use `optimizer=LowBitOptimizer\(\)`"),
-    ({"optimizer": ActivationCheckpointing()}, r"Use `optimizer=LowBitOptimizer\(\)`"),
-    ({"precision": "fp16"}, r'Use "auto", `None` or one of 32-true'),
-    ({"precision": 8}, r'Use "auto", `None` or one of 32-true'),
-    ({"precision": True}, r'Use "auto", `None` or one of 32-true'),
-    ({"accumulate_grad_batches": 0}, r"Use `accumulate_grad_batches=4`"),
-    ({"accumulate_grad_batches": 2.0}, r"Use `accumulate_grad_batches=4`"),
-    ({"accumulate_grad_batches": "auto"}, r"or `None` to leave it to the Trainer"),
-    ({"accumulate_grad_batches": True}, r"Use `accumulate_grad_batches=4`"),
-    ({"exactness": "lossless"}, r"Use 'bitwise' or 'rounding' or 'approximate'"),
-    ({"exactness": "bitwise", "optimizer": "8bit"}, r"or `optimizer=None`"),
-    ({"exactness": "rounding", "precision": "bf16-mixed"}, r"Use `exactness='approximate'`"),
-    ({"report": "memsave.json"}, r"Use one of `report=True`"),
-    *(({"preset": wrong}, r"Use 'off', 'classic', 'bitwise'") for wrong in ("all", "", 1, True)),
-    ({"preset": ["bitwise"]}, r"Use 'off', 'classic', 'bitwise'"),
-    *(
-        ({"activation_checkpointing": wrong}, r'Use "all", "nested"')
-        for wrong in (
-            "al",
-            "",
-            NAN,
-            INF,
-            0.0,
-            -0.5,
-            "0%",
-            "101%",
-            "every:1.5",
-            {"which": "all"},
-            b"all",
-            False,
-        )
-    ),
-    ({"activation_checkpointing": nn.Linear(1, 1)}, r'Use "all", "nested"'),
-    ({"activation_checkpointing": torch.tensor(3)}, r'Use "all", "nested"'),
-    *(
-        ({"blocks": wrong}, r'Pass a class name such as "BertLayer"')
-        for wrong in ("", [""], {"Block": 1}, b"Block", True, nn.Linear(1, 1), int, [int])
-    ),
-    ({"blocks": ["re:("]}, r"Write for example \"re:encoder"),
-    *(
-        ({"optimizer": wrong}, r'Choose one of "8bit"')
-        for wrong in ("", True, False, 8.0, {"optimizer": "8bit"}, nn.Linear(1, 1))
-    ),
-    ({"optimizer": "AdamW"}, r'Did you mean "adamw_8bit"'),
-    ({"optimizer": ["8bit"]}, r'Did you mean "8bit"'),
-    *(
-        ({"precision": wrong}, r'Use "auto", `None` or one of 32-true')
-        for wrong in any_of("", "bf16-mixd", 17, 16.5, NAN, ["16"], {}, b"16", torch.bfloat16)
-    ),
-    *(
-        ({"accumulate_grad_batches": wrong}, r"Use `accumulate_grad_batches=4`")
-        for wrong in (-1, "4", NAN, [4], {0: 4}, torch.tensor(4))
-    ),
-    *(
-        ({"exactness": wrong}, r"Use 'bitwise' or 'rounding'")
-        for wrong in any_of("", "Bitwise", None, 1, True, ["bitwise"], {})
-    ),
-    ({"exactness": "bitwise", "micro_batch_size": 2}, r"or `micro_batch_size=None`"),
-    (
-        {"exactness": "rounding", "low_precision_weights": LowPrecisionWeights()},
-        r"or `low_precision_weights=None`",
-    ),
-    ({"exactness": "bitwise", "chunked_cross_entropy": True}, r"or `chunked_cross_entropy=None`"),
-    ({"exactness": "bitwise", "attention": "sdpa"}, r"or `attention=None`"),
-    ({"exactness": "bitwise", "accumulate_grad_batches": 2}, r"Use `exactness='rounding'`"),
-    (
-        {"exactness": "bitwise", "low_precision_weights": "kahan"},
-        r"or `low_precision_weights=None`",
-    ),
-    *(({"report": wrong}, r"Use one of `report=True`") for wrong in (None, 1, ["x"])),
-    *(
-        ({"predict": wrong}, r"Use `predict=60`")
-        for wrong in ("yes", "60", 0, -5, NAN, INF, None, [60])
-    ),
-    *(
-        ({"micro_batch_size": wrong}, r'Use `micro_batch_size=1`.*or `"halve"`')
-        for wrong in (0, -4, 2.0, NAN, "8", "atuo", True, [2])
-    ),
-    ({"micro_batch_size": MicroBatching}, r"Use `micro_batch_size=MicroBatching\(\)`"),
-    ({"micro_batch_size": LowBitOptimizer()}, r"Use `micro_batch_size=MicroBatching\(\)`"),
-    *(
-        ({"chunked_cross_entropy": wrong}, r"Use `chunked_cross_entropy=True`, `chunked_.*=512`")
-        for wrong in ("yes", 0, -1, 1.5, NAN, [256], ChunkedCrossEntropy, LowBitOptimizer())
-    ),
-    *(({"attention": wrong}, r"Use one of 'sdpa'") for wrong in ("flash2", "", "SDPA")),
-    *(
-        ({"attention": wrong}, r'Use `attention="sdpa"`')
-        for wrong in (1, True, False, ["sdpa"], AttentionKernel)
-    ),
-    *(
-        ({"low_precision_weights": wrong}, r'Use `low_precision_weights="stochastic"`, `low_')
-        for wrong in ("bf16", "", True, False, 1, ["kahan"], LowPrecisionWeights)
-    ),
     (
         {"low_precision_weights": "kahan", "precision": "16-mixed"},
         r"Use `precision='bf16-mixed'`, or set `low_precision_weights=None`",
     ),
+    ({"exactness": "rounding", "precision": "bf16-mixed"}, r"Use `exactness='approximate'`"),
+    ({"exactness": "bitwise", "accumulate_grad_batches": 2}, r"Use `exactness='rounding'`"),
     *(
-        ({"optimizer_in_backward": wrong}, r"Use `optimizer_in_backward=True`, `optimizer_in_")
-        for wrong in ("yes", "", 0, 1, ["x"], OptimizerInBackward, torch.ones(2))
+        ({"exactness": exactness, name: value}, rf"or `{name}=None`")
+        for exactness, name, value in (
+            ("bitwise", "optimizer", "8bit"),
+            ("bitwise", "micro_batch_size", 2),
+            ("rounding", "low_precision_weights", LowPrecisionWeights()),
+            ("bitwise", "chunked_cross_entropy", True),
+            ("bitwise", "attention", "sdpa"),
+            ("bitwise", "low_precision_weights", "kahan"),
+        )
     ),
+]
+ARGUMENTS = [
+    *(({name: value}, remedy) for name, remedy, values in ALONE for value in values),
+    *TOGETHER,
 ]
 
 
@@ -210,20 +190,13 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"accumulate_grad_batches": 3},
         r"or pass `accumulate_grad_batches=3` here too",
     ),
-    ({"activation_checkpointing": 5}, {}, r'Use a number up to 4, or "all"'),
-    ({"blocks": "Blok"}, {}, r"Did you mean `Block`.*or set `activation_checkpointing=None`"),
-    (
-        {"optimizer": LowBitOptimizer(keep_32bit=("no.*",))},
-        {},
-        r"a pattern .* such as `model\.head\.bias`",
+    *(
+        ({"optimizer": optimizer}, {}, r"a pattern .* such as `model\.head\.bias`")
+        for optimizer in (
+            LowBitOptimizer(keep_32bit=("no.*",)),
+            LowBitOptimizer(force_8bit=("no.*",)),
+        )
     ),
-    (
-        {"optimizer": LowBitOptimizer(force_8bit=("no.*",))},
-        {},
-        r"a pattern .* such as `model\.head\.bias`",
-    ),
-    ({"attention": "sdpa"}, {}, r"Set `attention=None`"),
-    ({"chunked_cross_entropy": True}, {}, r"Set `chunked_cross_entropy=None`"),
     ({"low_precision_weights": "kahan"}, {"precision": "bf16-true"}, r"Remove one of the two"),
     ({"precision": "64-true"}, {"precision": "bf16-mixed"}, r"Remove one of the two"),
 ]
@@ -253,7 +226,7 @@ def test_an_optimizer_that_has_stepped_is_refused_before_training():
     optimizer = torch.optim.AdamW(lit.parameters())
     lit.model(torch.randn(4, 64)).backward()
     optimizer.step()
-    type(lit).configure_optimizers = lambda self: optimizer
+    lit.configure_optimizers = lambda: optimizer
     trainer = make_trainer(lightning.pytorch, MemSaveCallback(optimizer="8bit"))
     with pytest.raises(IncompatibleError, match="before the first step"):
         trainer.fit(lit)

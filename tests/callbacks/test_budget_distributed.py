@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.errors import InfeasiblePlanError
-from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
+from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer, peak_of
 from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
 from tests.callbacks.test_budget import FAILURES, Encoder
 
@@ -39,14 +39,12 @@ def train(*callbacks: Any, **arguments: Any) -> Notes:
     state: Notes = {"plan": {"settings": None}}
     if callback.plan is not None:
         state = callback._settings.find(BudgetSetting).state()
-    assert callback.monitor is not None
-    assert callback.monitor.summary is not None
     return {
         "losses": trace.losses,
         "weights": [p.sum().item() for p in lit.parameters()],
         "plan": None if callback.plan is None else callback.plan.plan.to_dict(),
         "in_force": state["plan"]["settings"],
-        "measured": callback.monitor.summary.peak_bytes,
+        "measured": peak_of(callback),
     }
 
 

@@ -34,29 +34,29 @@ class Sizes(pl.Callback):
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[list[float], int]:
-    return plain_fit(lit_of(Wide, False, BATCH))
+def plain_bytes() -> int:
+    return plain_fit(lit_of(Wide, False, BATCH))[2]
 
 
 @pytest.fixture(scope="module")
-def in_parts(plain, tmp_path_factory) -> tuple[Any, Any]:
+def in_parts(plain_bytes, tmp_path_factory) -> tuple[Any, Any]:
     """A checkpoint whose plan has micro-batches, and the plan."""
     path = tmp_path_factory.mktemp("parts") / "last.ckpt"
-    callback = MemSaveCallback(budget=plain[1] // 2, **ONLY_IN_PARTS)
+    callback = MemSaveCallback(budget=plain_bytes // 2, **ONLY_IN_PARTS)
     _, _, trainer = fit(lit_of(Wide, False, BATCH), callback)
     trainer.save_checkpoint(path)
     assert callback.plan is not None
     return path, callback.plan.plan
 
 
-def test_a_run_that_may_change_less_has_whole_batches_again(plain, in_parts):
+def test_a_run_that_may_change_less_has_whole_batches_again(plain_bytes, in_parts):
     path, plan = in_parts
     assert plan.settings["micro_batch_size"] < BATCH
     for arguments, sizes in (
         (ONLY_IN_PARTS, {plan.settings["micro_batch_size"]}),
         ({**ONLY_IN_PARTS, "exactness": "bitwise"}, {BATCH}),
     ):
-        callback = MemSaveCallback(budget=2 * plain[1], **arguments)
+        callback = MemSaveCallback(budget=2 * plain_bytes, **arguments)
         seen = Sizes()
         trainer = make_trainer(pl, callback, seen, max_epochs=2)
         trainer.fit(lit_of(Wide, False, BATCH), ckpt_path=path)
@@ -64,8 +64,8 @@ def test_a_run_that_may_change_less_has_whole_batches_again(plain, in_parts):
         assert all(p.exactness == "bitwise" or sizes != {BATCH} for p in callback.plan.ladder)
 
 
-def test_a_second_fit_has_a_plan_of_its_own(plain):
-    callback = MemSaveCallback(budget=plain[1] // 2, **ONLY_IN_PARTS)
+def test_a_second_fit_has_a_plan_of_its_own(plain_bytes):
+    callback = MemSaveCallback(budget=plain_bytes // 2, **ONLY_IN_PARTS)
     fit(lit_of(Wide, False, BATCH), callback)
     first = callback.plan.plan.settings["micro_batch_size"]
     assert first < BATCH
@@ -78,8 +78,8 @@ def test_a_second_fit_has_a_plan_of_its_own(plain):
     assert callback.plan is not None
 
 
-def test_table_and_report_show_the_plan_in_force(plain, tmp_path):
-    callback = MemSaveCallback(budget=int(0.6 * plain[1]), **ONLY_IN_PARTS)
+def test_table_and_report_show_the_plan_in_force(plain_bytes, tmp_path):
+    callback = MemSaveCallback(budget=int(0.6 * plain_bytes), **ONLY_IN_PARTS)
     fit(lit_of(Wide, False, BATCH), callback, FailsAt(2, 2), default_root_dir=tmp_path)
     first = callback.plan.plan.settings["micro_batch_size"]
     assert f"in micro-batches of {first // 2} samples, as planned" in (

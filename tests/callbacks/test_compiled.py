@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memsave import IncompatibleError, LowBitOptimizer, MemSaveCallback, MicroBatching
 from lightning_memsave.techniques.registry import entries
-from tests.callbacks.lit import make_trainer, rows_of
+from tests.callbacks.lit import make_lit, make_trainer, quiet, rows_of
 
 pytestmark = [
     pytest.mark.usefixtures("no_prediction"),
@@ -24,37 +24,23 @@ pytestmark = [
 compile_ = functools.partial(torch.compile, backend="aot_eager")
 
 
-class Lit(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        make_config: Any = GPT2Config  # without types
-        config = make_config(
-            vocab_size=96,
-            n_embd=32,
-            n_layer=2,
-            n_head=2,
-            n_positions=16,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-            use_cache=False,
-            attn_implementation="eager",
-        )
-        self.model: Any = GPT2LMHeadModel(config)
-
-    def training_step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
-
-    def validation_step(self, tokens: torch.Tensor) -> None:
-        self.log("val", self.model(input_ids=tokens, labels=tokens).loss)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+def make_gpt2() -> Any:
+    torch.manual_seed(0)
+    make_config: Any = GPT2Config  # without types
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = make_config(**sizes, **no_dropout, use_cache=False, attn_implementation="eager")
+    return make_lit(
+        model=GPT2LMHeadModel(config),
+        training_step=lambda self, tokens: self.model(input_ids=tokens, labels=tokens).loss,
+        validation_step=lambda self, tokens: self.log(
+            "val", self.model(input_ids=tokens, labels=tokens).loss
+        ),
+    )
 
 
 def compiled_lit(way: str) -> Any:
-    lit = Lit()
+    lit = make_gpt2()
     if way == "lit":
         return compile_(lit)
     if way == "model":
@@ -120,7 +106,7 @@ def fit_compiled(
     tokens: Any = torch.randint(96, (12, 16), generator=torch.Generator().manual_seed(0))
     data = DataLoader(tokens, 4)
     seen = Seen()
-    callback = MemSaveCallback(preset="off", **settings, predict=False, report=False)
+    callback = quiet(preset="off", **settings)
     limits = {"limit_val_batches": 1 if "micro_batch_size" in settings else 0}
     trainer = make_trainer(pl, callback, seen, **limits, **trainer_settings)
     lit = compiled_lit(way)
@@ -142,12 +128,10 @@ def saves(ours: Facts, plain: Facts) -> bool:
 
 # Settings, and whether a step shows that they work, from the facts with and without them.
 CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
-    "checkpointing all": ({"activation_checkpointing": "all"}, saves),
-    "checkpointing nested": ({"activation_checkpointing": "nested"}, saves),
-    "checkpointing selective": ({"activation_checkpointing": "selective"}, saves),
-    "checkpointing every:2": ({"activation_checkpointing": "every:2"}, saves),
-    "checkpointing 1": ({"activation_checkpointing": 1}, saves),
-    "checkpointing 50%": ({"activation_checkpointing": "50%"}, saves),
+    **{
+        f"checkpointing {which}": ({"activation_checkpointing": which}, saves)
+        for which in ("all", "nested", "selective", "every:2", 1, "50%")
+    },
     "offload": ({"offload": "optimizer"}, saves),
     "blocks": ({"micro_batch_size": MicroBatching(2, of="blocks")}, saves),
     "attention": ({"attention": "sdpa"}, saves),
@@ -169,10 +153,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
         lambda ours, plain: plain["has gradients"] and not ours["has gradients"],
     ),
     "micro_batch_size": ({"micro_batch_size": 2}, lambda ours, plain: ours["samples"] == 2),
-    "evaluation": (
-        {"micro_batch_size": 2},
-        lambda ours, plain: ours["validation samples"] == 2,
-    ),
+    "evaluation": ({"micro_batch_size": 2}, lambda ours, _: ours["validation samples"] == 2),
     "accumulate_grad_batches": (
         {"accumulate_grad_batches": 3},
         lambda ours, plain: ours["steps"] == 1 and without("model").facts["steps"] == 3,
@@ -186,13 +167,9 @@ SAME: dict[str, dict[str, Any]] = {
 }
 # Relative difference of losses; bitwise without an entry.
 TOLERANCE = {
-    "attention": 1e-5,
-    "chunked_cross_entropy": 1e-5,
-    "micro_batch_size": 1e-5,
-    "evaluation": 1e-5,  # by the same argument
-    "optimizer": 2e-2,
-    "low_precision_weights": 2e-2,
-    "precision": 2e-2,
+    # "evaluation" is by the argument before it.
+    **dict.fromkeys(("attention", "chunked_cross_entropy", "micro_batch_size", "evaluation"), 1e-5),
+    **dict.fromkeys(("optimizer", "low_precision_weights", "precision"), 2e-2),
 }
 AS_A_WHOLE = ("chunked_cross_entropy", "optimizer_in_backward")
 """What needs ordinary calls of modules, and is refused where there are none."""
@@ -229,7 +206,7 @@ def test_works_or_is_refused(name, way):
 @pytest.mark.turns(2)
 def test_a_preset_leaves_out_what_would_be_refused(way):
     torch._dynamo.reset()
-    callback = MemSaveCallback(preset="single_gpu", predict=False, report=False)
+    callback = quiet(preset="single_gpu")
     tokens: Any = torch.randint(96, (4, 16))
     data = DataLoader(tokens, 4)
     make_trainer(pl, callback, limit_val_batches=0).fit(compiled_lit(way), data)

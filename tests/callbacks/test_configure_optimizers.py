@@ -23,7 +23,7 @@ from lightning_memsave.core.patching import patch_method
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.trainer.configure_optimizers import enable
-from tests.callbacks.lit import make_lit, make_trainer
+from tests.callbacks.lit import make_lit, make_trainer, quiet, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
@@ -95,17 +95,8 @@ def callback_class(package):
 def fit(module, technique=None, package=lightning.pytorch, ckpt_path=None, epochs=2, **kwargs):
     """Train two epochs of four batches; no technique means that states are only converted."""
     callback = callback_class(package)(technique)
-    settings = {
-        "max_epochs": epochs,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    callbacks = [callback, *kwargs.pop("callbacks", [])]
-    trainer = package.Trainer(**{**settings, **kwargs}, callbacks=callbacks)
+    settings = {"max_epochs": epochs, "num_sanity_val_steps": 0, **kwargs}
+    trainer = make_trainer(package, callback, *settings.pop("callbacks", []), **settings)
     data = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     batches: Any = DataLoader(data, batch_size=8)  # type: ignore[arg-type]
     trainer.fit(module, batches, ckpt_path=ckpt_path)
@@ -193,8 +184,7 @@ FORMS = {
         adamw, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0), monitor="loss"
     ),
     "two lambdas": with_scheduler(
-        two_groups,
-        lambda o: lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1 / (s + 1)]),
+        two_groups, lambda o: lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1 / (s + 1)])
     ),
     "one cycle betas": with_scheduler(
         two_groups, lambda o: lr_scheduler.OneCycleLR(o, [0.01, 0.02], total_steps=20)
@@ -209,13 +199,19 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_schedules_are_those_of_the_32bit_run(form):
+@pytest.mark.parametrize(
+    ("form", "package"),
+    [
+        *((form, PACKAGES[0]) for form in FORMS),
+        *((form, PACKAGES[1]) for form in ("sequential", "one cycle momentum", "lists")),
+    ],
+)
+def test_schedules_are_those_of_the_32bit_run(form, package):
     def run(technique):
-        module = module_class(lightning.pytorch)(FORMS[form])
+        module = module_class(package)(FORMS[form])
         if form == "third party":
             module.lr_scheduler_step = lambda scheduler, metric: scheduler.step()
-        fit(module, technique)
+        fit(module, technique, package)
         return module
 
     expected, module = run(None), run(LowBitOptimizer())
@@ -223,16 +219,6 @@ def test_schedules_are_those_of_the_32bit_run(form):
     assert len(module.trace) >= 8
     assert all(hasattr(cls, "memsave_kind") for cls in module.classes)
     assert module.losses[-1].item() == pytest.approx(expected.losses[-1].item(), rel=0.02)
-
-
-@pytest.mark.parametrize("form", ["sequential", "one cycle momentum", "lists"])
-def test_schedules_are_the_same_in_the_other_package(form):
-    runs = []
-    for technique in (None, LowBitOptimizer()):
-        runs.append(module_class(pytorch_lightning)(FORMS[form]))
-        fit(runs[-1], technique, pytorch_lightning)
-    assert runs[1].trace == runs[0].trace
-    assert all(hasattr(cls, "memsave_kind") for cls in runs[1].classes)
 
 
 def test_none_trains_without_an_optimizer():
@@ -430,30 +416,23 @@ class TestResume:
         with pytest.raises(IncompatibleError, match="load its weights only"):
             fit(module_class(lightning.pytorch)(adamw), LowBitOptimizer(), ckpt_path=path)
 
-    @pytest.mark.parametrize(
-        ("spoil", "message"),
-        [
-            (lambda states: {0: states[0]}, "`optimizer_states` is a dict"),
-            (lambda states: "states", "`optimizer_states` is a str"),
-            (lambda states: [list(states[0])], "it is a list"),
-            (lambda states: [{**states[0], "param_groups": None}], "`param_groups` is a NoneType"),
-            (lambda states: [{"state": states[0]["state"]}], "it has no `param_groups`"),
-        ],
-    )
     @pytest.mark.parametrize("bits", [8, 32])
     @pytest.mark.parametrize("package", PACKAGES)
-    def test_states_that_are_none_are_refused_in_words(
-        self, tmp_path, package, bits, spoil, message
-    ):
+    def test_states_that_are_none_are_refused_in_words(self, tmp_path, package, bits):
+        """Each kind of them in `tests/techniques/test_optimizer_state.py`."""
         path = tmp_path / "x.ckpt"
         technique = LowBitOptimizer() if bits == 8 else None
         trainer, _ = fit(module_class(package)(adamw), technique, package, epochs=1)
         trainer.save_checkpoint(path)
         saved = torch.load(path, weights_only=True)
-        saved["optimizer_states"] = spoil(saved["optimizer_states"])
-        torch.save(saved, path)
-        with pytest.raises(IncompatibleError, match=message):
-            fit(module_class(package)(adamw), technique, package, ckpt_path=path)
+        (state,) = saved["optimizer_states"]
+        for spoiled, message in (
+            ({0: state}, "`optimizer_states` is a dict"),
+            ([{**state, "param_groups": None}], "`param_groups` is a NoneType"),
+        ):
+            torch.save(saved | {"optimizer_states": spoiled}, path)
+            with pytest.raises(IncompatibleError, match=message):
+                fit(module_class(package)(adamw), technique, package, ckpt_path=path)
 
 
 def convert(output, technique):
@@ -464,11 +443,8 @@ def convert(output, technique):
 
 
 class TestForms:
-    def make(self):
-        return nn.Linear(64, 64), LowBitOptimizer()
-
     def test_containers_of_the_user_are_not_changed(self):
-        layer, technique = self.make()
+        layer, technique = nn.Linear(64, 64), LowBitOptimizer()
         optimizer = optim.AdamW(layer.parameters())
         schedule = lr_scheduler.StepLR(optimizer, 1)
         inner = {"scheduler": schedule, "interval": "step"}
@@ -482,7 +458,7 @@ class TestForms:
         assert schedule.optimizer is optimizer
 
     def test_an_optimizer_named_twice_is_replaced_once(self):
-        layer, technique = self.make()
+        layer, technique = nn.Linear(64, 64), LowBitOptimizer()
         optimizer = optim.AdamW(layer.parameters())
         (a, b), handles = convert((optimizer, optimizer), technique)
         assert a is b
@@ -490,13 +466,13 @@ class TestForms:
 
     def test_named_tuples_stay_named_tuples(self):
         pair = namedtuple("pair", ["opt", "other"])
-        layer, technique = self.make()
+        layer, technique = nn.Linear(64, 64), LowBitOptimizer()
         converted, _ = convert(pair(optim.AdamW(layer.parameters()), 3), technique)
         assert type(converted) is pair
         assert hasattr(converted.opt, "memsave_kind")
 
     def test_what_is_not_converted_comes_back_as_it_was(self):
-        layer, technique = self.make()
+        layer, technique = nn.Linear(64, 64), LowBitOptimizer()
         output = [optim.AdamW(layer.parameters(), amsgrad=True)]
         converted, (handle,) = convert(output, technique)
         assert converted is output
@@ -515,7 +491,7 @@ class TestForms:
         assert first.param_groups[0] == before
 
     def test_beta_cycling_follows_a_named_optimizer(self):
-        layer, _ = self.make()
+        layer = nn.Linear(64, 64)
         optimizer = optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
         schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
         new, (handle,) = convert([optimizer, schedule], LowBitOptimizer("adamw_8bit"))
@@ -551,11 +527,11 @@ def test_a_backbone_unfrozen_later_gets_8bit_state(package):
             return self.head(self.backbone(batch)).square().mean()
 
     backbone = package.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
-    callback = MemSaveCallback(None, optimizer="8bit", predict=False, report=False)
+    callback = quiet(None, optimizer="8bit")
     module, data = Finetuned(), torch.randn(16, 64)
     trainer = make_trainer(package, backbone, callback, max_epochs=2)
     trainer.fit(module, DataLoader(data, batch_size=8))  # type: ignore[arg-type]
-    row = next(row for row in callback.rows if row.name == "optimizer")
+    row = rows_of(callback)["optimizer"]
     assert row.status == "on"
     assert "0 of 2 tensors" in row.details[0]
     assert "1 frozen tensor gets 8-bit state once trained" in row.details[0]

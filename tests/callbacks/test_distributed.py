@@ -12,22 +12,26 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_memsave import GPUMemoryMonitor, IncompatibleError, MemSaveCallback
+from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
 from lightning_memsave.callbacks.settings import micro_batch_size
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
-from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
-from tests.callbacks.ranks import (
-    RANKS,
-    Notes,
-    Report,
-    make_report,
-    rank_of_this_process,
+from tests.callbacks.lit import (
+    Trace,
+    Vectors,
+    callback_with,
+    loader_of,
+    make_lit,
+    make_trainer,
+    no_step,
+    quiet,
+    without_dropout,
 )
+from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
 from tests.cases import WIDTH, BatchNormModel, Model
 
 LENGTH, BATCH = 40, 4  # five batches on each rank
@@ -80,11 +84,8 @@ def rows_of(callback: MemSaveCallback) -> dict[str, tuple[str, str]]:
 
 
 def lit_of(model: nn.Module, **methods: Any) -> Any:
-    lit = make_lit(model=model)
     defaults = {"train_dataloader": lambda self: DataLoader(Vectors(LENGTH), batch_size=BATCH)}
-    for name, method in (defaults | methods).items():
-        setattr(type(lit), name, method)
-    return lit
+    return make_lit(model=model, **(defaults | methods))
 
 
 def seeded(model_class: type[nn.Module]) -> nn.Module:
@@ -103,17 +104,13 @@ def run_bitwise() -> Notes:
 
 def run_unused_parameters() -> Notes:
     notes = {}
-    for name, make_strategy in (
-        ("unused", lambda: DDPStrategy(find_unused_parameters=True)),
-        ("static", lambda: DDPStrategy(static_graph=True)),
+    for name, model, how in (
+        ("unused", TwoHeads, {"find_unused_parameters": True}),
+        ("static", Model, {"static_graph": True}),
     ):
-        for way, callbacks in (
-            ("plain", []),
-            ("ours", [MemSaveCallback(exactness="bitwise")]),
-        ):
-            lit = lit_of(seeded(TwoHeads if name == "unused" else Model))
-            strategy = make_strategy()
-            notes[f"{name} {way}"] = train(lit, *callbacks, strategy=strategy)
+        for way, callbacks in (("plain", []), ("ours", [MemSaveCallback(exactness="bitwise")])):
+            strategy = DDPStrategy(**how)  # type: ignore[arg-type] # any
+            notes[f"{name} {way}"] = train(lit_of(seeded(model)), *callbacks, strategy=strategy)
     return notes
 
 
@@ -166,31 +163,28 @@ def accumulated(make_loader: Callable[[], Any], window: int) -> list[list[float]
         gradients.append(self.model.head.weight.grad.flatten().tolist())
 
     lit = lit_of(
-        without_dropout(),
+        float64_model(),
         on_before_optimizer_step=on_before_optimizer_step,
         training_step=lambda self, batch, batch_idx: self.model(batch.double()),
         configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.0),
         train_dataloader=lambda self: make_loader(),
     )
     # Without the prediction, whose trial would call the hook too.
-    off: Any = {"optimizer": None, "predict": False, "report": False}
-    callback = MemSaveCallback(None, accumulate_grad_batches=window, **off)
+    callback = quiet(None, optimizer=None, accumulate_grad_batches=window)
     # Each rank has its share already; Lightning's own sampler would shuffle.
     train(lit, callback, limit_val_batches=0, use_distributed_sampler=False)
     return gradients
 
 
-def without_dropout() -> nn.Module:
-    model: Any = seeded(Model)
-    for block in model.blocks:
-        block.dropout.p = 0.0
-    return model.double()
+def float64_model() -> nn.Module:
+    model: nn.Module = without_dropout(seeded(Model)).double()
+    return model
 
 
 def run_accumulation() -> Notes:
     stream = Stream(rank_of_this_process())
     loaders: dict[str, Callable[[], Any]] = {
-        "known length": lambda: DataLoader(list(stream), batch_size=BATCH),  # type: ignore[arg-type] # a list is a dataset
+        "known length": lambda: DataLoader(list(stream), batch_size=BATCH),  # type: ignore[arg-type] # a list
         "unknown length": lambda: DataLoader(stream, batch_size=BATCH),
     }
     return {
@@ -227,8 +221,8 @@ def run_micro_batches() -> Notes:
         return lit_of(
             model,
             training_step=step,
-            validation_step=lambda self, batch, batch_idx: None,
-            train_dataloader=lambda self: DataLoader(masked_batches(), batch_size=None),  # type: ignore[arg-type] # a list is a dataset
+            validation_step=no_step,
+            train_dataloader=lambda self: loader_of(masked_batches()),
             configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1),
         )
 
@@ -257,11 +251,10 @@ def run_after_the_probe() -> Notes:
 
         return count
 
-    class PerBatch(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            batches.append({"saved": 0, "averaged": 0, "ddp": 0})
-
-    callback = MemSaveCallback(report=False, predict=False)
+    per_batch = callback_with(
+        on_train_batch_start=lambda *_: batches.append({"saved": 0, "averaged": 0, "ddp": 0})
+    )
+    callback = quiet()
     with pytest.MonkeyPatch.context() as patch:
         for name, owner, attribute in (
             ("saved", TrainingState, "__init__"),
@@ -269,35 +262,8 @@ def run_after_the_probe() -> Notes:
             ("ddp", DistributedDataParallel, "forward"),
         ):
             patch.setattr(owner, attribute, counted(name, getattr(owner, attribute)))
-        train(lit_of(seeded(Model)), callback, PerBatch(), limit_val_batches=0)
+        train(lit_of(seeded(Model)), callback, per_batch, limit_val_batches=0)
     return {"batches": batches}
-
-
-def sharded_lit() -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    def configure_model(self: Any) -> None:
-        for part in (*self.model.blocks, self.model):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"])
-
-    return lit_of(seeded(Model), configure_model=configure_model)
-
-
-# Without the sizes Lightning shards over one process: it takes the other for tensor parallelism.
-def over_both() -> ModelParallelStrategy:
-    return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
-
-
-def run_sharded() -> Notes:
-    notes = {}
-    for way, callbacks in (("plain", []), ("ours", [MemSaveCallback(report=False)])):
-        lit = sharded_lit()
-        notes[way] = train(lit, *callbacks, strategy=over_both())
-        if callbacks:
-            notes["rows"] = rows_of(callbacks[0])
-    with pytest.raises(IncompatibleError) as refusal:
-        train(sharded_lit(), MemSaveCallback(optimizer="8bit"), strategy=over_both())
-    return notes | {"refusal": str(refusal.value)}
 
 
 SCENARIOS: dict[str, Callable[[], Notes]] = {
@@ -308,17 +274,13 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
     "accumulation": run_accumulation,
     "micro_batches": run_micro_batches,
     "after_the_probe": run_after_the_probe,
-    "sharded": run_sharded,
 }
 
 
 # --- what pytest compares ---
 
 
-pytestmark = [
-    pytest.mark.usefixtures("no_prediction", "any_saving_counts"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.usefixtures("no_prediction", "any_saving_counts"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +351,7 @@ def test_samples_are_the_sum_over_ranks(report):
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("kind", ["known length", "unknown length"])
 def test_gradient_is_the_mean_over_window_and_ranks(report, kind, window):
-    model = without_dropout()
+    model = float64_model()
     shares = [Vectors(LENGTH).data[rank::RANKS].double().split(BATCH) for rank in range(RANKS)]
     for notes in report("accumulation"):
         gradients = notes[f"{kind} {window}"]
@@ -410,28 +372,10 @@ def test_micro_batches_are_weighted_as_both_ranks_have_proven(report, name):
     for notes in report("micro_batches"):
         assert "that are not -100, proven" in notes[f"{name} rows"]["micro_batch_size"][1]
         for ours, truth in zip(notes[name], notes["plain"], strict=True):
-            torch.testing.assert_close(
-                torch.tensor(ours, dtype=torch.float64),
-                torch.tensor(truth, dtype=torch.float64),
-                rtol=1e-11,
-                atol=1e-14,
-            )
+            tensors = (torch.tensor(each, dtype=torch.float64) for each in (ours, truth))
+            torch.testing.assert_close(*tensors, rtol=1e-11, atol=1e-14)
 
 
 def test_micro_batches_are_off_where_the_loss_cannot_be_split(report):
     for notes in report("micro_batches"):
         assert notes["over the batch rows"]["micro_batch_size"][0] == "off"
-
-
-def test_sharded_parameters_train_bitwise_equal(report):
-    for notes in report("sharded"):
-        assert notes["rows"]["activation_checkpointing"][0] == "on"
-        assert notes["ours"] == notes["plain"]
-
-
-def test_8bit_optimizer_gives_way_to_sharding_or_is_refused(report):
-    for notes in report("sharded"):
-        status, reason = notes["rows"]["optimizer"]
-        assert status == "off"
-        assert "shards parameters" in reason
-        assert "Set `optimizer=None`" in notes["refusal"]

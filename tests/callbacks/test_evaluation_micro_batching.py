@@ -1,5 +1,6 @@
 """Validation, test and prediction in parts: the same values and outputs."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from lightning_memsave import MemSaveCallback, MicroBatching
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, MemsaveWarning
-from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
+from tests.callbacks.lit import (
+    LIGHTNING,
+    callback_with,
+    fit,
+    loader_of,
+    make_lit,
+    make_trainer,
+    quiet,
+    rows_of,
+)
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 # What Lightning says of lists of strings in a batch, with and without us.
@@ -21,17 +31,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
-
-
 def only(size: Any, **settings: Any) -> MemSaveCallback:
     """Micro-batches and nothing else; a number is refused where evaluation cannot be split."""
     size = "halve" if size == "auto" else size
     technique = None if size is None else MicroBatching(size, evaluation=True)
-    quiet: dict[str, Any] = {"predict": False, "report": False}
-    return MemSaveCallback(**({"preset": "off", "micro_batch_size": technique} | quiet | settings))
+    return quiet(**({"preset": "off", "micro_batch_size": technique} | settings))
 
 
 def batches() -> DataLoader[Any]:
@@ -44,28 +48,15 @@ def batches() -> DataLoader[Any]:
     return DataLoader(data, batch_size=None)
 
 
-class Outputs:
-    """What steps gave, seen by a callback."""
-
-    def __init__(self, package: Any) -> None:
-        self.outputs: list[Any] = []
-        seen = self
-
-        class Recorder(package.Callback):  # type: ignore[misc]
-            def on_validation_batch_end(self, trainer, pl_module, outputs, *_, **__):
-                seen.outputs.append(outputs)
-
-            on_test_batch_end = on_validation_batch_end
-
-        self.callback = Recorder()
+def recorder(package: Any) -> tuple[list[Any], Any]:
+    """What steps give, and a callback that sees it."""
+    seen: list[Any] = []
+    record = lambda self, trainer, pl_module, outputs, *_, **__: seen.append(outputs)  # noqa: E731
+    hooks = {"on_validation_batch_end": record, "on_test_batch_end": record}
+    return seen, callback_with(package, **hooks)
 
 
-def evaluating_lit(package: Any, output: str = "dict") -> Any:
-    torch.manual_seed(1)
-    lit = make_lit(package, nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5)))
-    lit.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
-    lit.sizes = []
-
+def evaluating_lit(package: Any, output: str = "dict", **methods: Any) -> Any:
     def validation_step(self, batch, batch_idx):
         self.sizes.append(len(batch["x"]))
         logits = self.model(batch["x"])
@@ -82,14 +73,33 @@ def evaluating_lit(package: Any, output: str = "dict") -> Any:
             "other": logits[:1].expand(50, 3),
         }[output]
 
-    def predict_step(self, batch, batch_idx):
-        return self.model(batch["x"]), batch["names"]
+    methods = {"validation_step": validation_step, "test_step": validation_step} | methods
+    torch.manual_seed(1)
+    lit = make_lit(
+        package,
+        nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5)),
+        predict_step=lambda self, batch, batch_idx: (self.model(batch["x"]), batch["names"]),
+        training_step=lambda self, batch, batch_idx: self.model(batch["x"]).square().mean(),
+        **dict.fromkeys(
+            (f"{name}_dataloader" for name in ("train", "val", "test", "predict")),
+            lambda self: batches(),
+        ),
+        **methods,
+    )
+    lit.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+    lit.sizes = []
+    return lit
 
-    cls = type(lit)
-    cls.validation_step = cls.test_step = validation_step
-    cls.predict_step = predict_step
-    cls.val_dataloader = cls.test_dataloader = lambda self: batches()
-    cls.predict_dataloader = lambda self: batches()
+
+def armed(lit: Any, mode: OutOfMemoryAt) -> Any:
+    """Let memory run out in validation."""
+    original = type(lit).validation_step
+
+    def validation_step(self, batch, batch_idx):
+        with mode.armed():
+            return original(self, batch, batch_idx)
+
+    type(lit).validation_step = validation_step
     return lit
 
 
@@ -108,11 +118,11 @@ def same(ours: Any, theirs: Any) -> None:
 def test_values_and_outputs_as_for_whole_batches(package, size, output, stage):
     results = []
     for callbacks in ([], [only(size)]):
-        seen = Outputs(package)
-        trainer = make_trainer(package, *callbacks, seen.callback)
+        seen, recording = recorder(package)
+        trainer = make_trainer(package, *callbacks, recording)
         lit = evaluating_lit(package, output)
         logged = getattr(trainer, stage)(lit, verbose=False)[0]
-        results.append((logged, seen.outputs, lit.sizes))
+        results.append((logged, seen, lit.sizes))
     (plain, outputs, sizes), (saving, ours, small) = results
     assert list(saving) == list(plain)
     assert saving == pytest.approx(plain, rel=1e-5)
@@ -137,9 +147,6 @@ def test_predictions(package, size):
 def test_within_a_fit_training_is_as_it_was(package):
     lit = evaluating_lit(package)
     lit.model[1].p = 0.0
-    cls = type(lit)
-    cls.training_step = lambda self, batch, batch_idx: self.model(batch["x"]).square().mean()
-    cls.train_dataloader = lambda self: batches()
     plain = fit(lit, package=package)
     saving = fit(lit, only(3), package=package)
     assert saving[0] == pytest.approx(plain[0], rel=1e-6)
@@ -150,15 +157,8 @@ def test_within_a_fit_training_is_as_it_was(package):
 def test_memory_that_runs_out(package, place):
     """Half the size for the same batch, and metrics count nothing twice."""
     plain = make_trainer(package).validate(evaluating_lit(package), verbose=False)[0]
-    lit = evaluating_lit(package)
     mode = OutOfMemoryAt(place)
-    original = type(lit).validation_step
-
-    def validation_step(self, batch, batch_idx):
-        with mode.armed():
-            return original(self, batch, batch_idx)
-
-    type(lit).validation_step = validation_step
+    lit = armed(evaluating_lit(package), mode)
     trainer = make_trainer(package, only("auto"))
     with mode, pytest.warns(MemsaveWarning, match="10 samples at once, repeated with 5"):
         saving = trainer.validate(lit, verbose=False)[0]
@@ -167,12 +167,10 @@ def test_memory_that_runs_out(package, place):
 
 
 def test_floor(package):
-    lit = evaluating_lit(package)
-
     def validation_step(self, batch, batch_idx):
         raise torch.OutOfMemoryError(MESSAGE)
 
-    type(lit).validation_step = validation_step
+    lit = evaluating_lit(package, validation_step=validation_step)
     with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
         make_trainer(package, only("auto")).validate(lit, verbose=False)
 
@@ -182,24 +180,11 @@ def test_gradients_of_a_window_stay_when_validation_repeats(package):
     results = []
     for places in ((), (0,)):
         mode = OutOfMemoryAt(*places)
-        lit = evaluating_lit(package)
-        cls = type(lit)
-        original = cls.validation_step
-
-        def validation_step(self, batch, batch_idx, mode=mode, original=original):
-            with mode.armed():
-                return original(self, batch, batch_idx)
-
-        cls.validation_step = validation_step
-        cls.training_step = lambda self, batch, batch_idx: self.model(batch["x"]).square().mean()
-        cls.train_dataloader = lambda self: batches()
+        lit = armed(evaluating_lit(package), mode)
         callback = only("auto" if places else None)
         settings = {"accumulate_grad_batches": 3, "val_check_interval": 1}
-        if not places:
-            with mode:
-                results.append(fit(lit, callback, package=package, **settings))
-            continue
-        with mode, pytest.warns(MemsaveWarning, match="repeated with 5"):
+        warns = pytest.warns(MemsaveWarning, match="repeated with 5")
+        with mode, warns if places else contextlib.nullcontext():
             results.append(fit(lit, callback, package=package, **settings))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(v, results[1][1][k]) for k, v in results[0][1].items())
@@ -292,25 +277,25 @@ REFUSED = {
 
 def token_lit(name: str, *, largest: int = 100) -> Any:
     """A module whose validation has memory for ``largest`` samples."""
-    torch.manual_seed(1)
-    lit = make_lit(model=nn.Linear(5, 3))
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         if len(batch["x"]) > largest:
             raise torch.OutOfMemoryError(MESSAGE)
         return getattr(Steps, name)(self, batch)
 
-    cls = type(lit)
-    cls.validation_step = cls.test_step = cls.predict_step = validation_step
-    cls.val_dataloader = lambda self: DataLoader(tokens(), batch_size=None)  # type: ignore[arg-type] # a list
-    return lit
+    steps = ("validation_step", "test_step", "predict_step")
+    torch.manual_seed(1)
+    return make_lit(
+        model=nn.Linear(5, 3),
+        val_dataloader=lambda self: loader_of(tokens()),
+        **dict.fromkeys(steps, validation_step),
+    )
 
 
 def validate(lit: Any, *callbacks: Any) -> tuple[dict[str, Any], list[Any]]:
-    package = PACKAGES["lightning"]
-    seen = Outputs(package)
-    logged = make_trainer(package, *callbacks, seen.callback).validate(lit, verbose=False)
-    return logged[0], seen.outputs
+    seen, recording = recorder(LIGHTNING)
+    logged = make_trainer(LIGHTNING, *callbacks, recording).validate(lit, verbose=False)
+    return logged[0], seen
 
 
 @pytest.mark.parametrize("name", ["mean_over_tokens", "returned"])
@@ -318,11 +303,11 @@ def validate(lit: Any, *callbacks: Any) -> tuple[dict[str, Any], list[Any]]:
 def test_weights_are_proven(name, callback):
     """The guess for a key that is not ``labels`` would be samples, 4 % off."""
     truth, outputs = validate(token_lit(name))
-    bare = MemSaveCallback(report=False, predict=False)
+    bare = quiet()
     if callback == "bare":
         with pytest.warns(MemsaveWarning, match="8 samples at once, repeated with 4"):
             found, mine = validate(token_lit(name, largest=4), bare)
-        shown = {row.name: row for row in bare.rows}["evaluation"]
+        shown = rows_of(bare)["evaluation"]
         assert shown.details == ("in micro-batches of 4 samples, as memory ran out with more",)
         assert shown.exactness == "rounding"
     else:
@@ -342,19 +327,18 @@ def test_what_may_not_be_split_is_not(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_number_for_training_cannot_split_stays_whole(name):
-    callback = MemSaveCallback(preset="off", micro_batch_size=4, predict=False, report=False)
+    callback = quiet(preset="off", micro_batch_size=4)
     assert validate(token_lit(name), callback)[0] == validate(token_lit(name))[0]
-    shown = {row.name: row for row in callback.rows}["evaluation"]
+    shown = rows_of(callback)["evaluation"]
     assert "`validation_step` passes whole: " in shown.details[-1]
 
 
 def test_evaluation_false_leaves_it_out():
-    technique = MicroBatching(2, evaluation=False)
-    callback = MemSaveCallback(micro_batch_size=technique, predict=False, report=False)
-    lit = evaluating_lit(PACKAGES["lightning"])
-    make_trainer(PACKAGES["lightning"], callback).validate(lit, verbose=False)
+    callback = quiet(micro_batch_size=MicroBatching(2, evaluation=False))
+    lit = evaluating_lit(LIGHTNING)
+    make_trainer(LIGHTNING, callback).validate(lit, verbose=False)
     assert max(lit.sizes) == 10
-    shown = {row.name: row for row in callback.rows}["evaluation"]
+    shown = rows_of(callback)["evaluation"]
     assert (shown.status, *shown.details) == ("off", "`evaluation=False` was given")
 
 
@@ -375,7 +359,7 @@ def test_nothing_is_proven_while_memory_is_enough():
 def test_each_dataloader_is_proven_by_itself():
     lit = token_lit("mean_over_tokens", largest=2)
     other = [{k: v[:, :3] for k, v in batch.items()} for batch in tokens()]
-    loaders: Any = [DataLoader(data, batch_size=None) for data in (tokens(), other)]  # type: ignore[arg-type] # lists
+    loaders = [loader_of(data) for data in (tokens(), other)]
     type(lit).val_dataloader = lambda self: loaders
     whole = token_lit("mean_over_tokens")
     type(whole).val_dataloader = lambda self: loaders
@@ -387,9 +371,9 @@ def test_each_dataloader_is_proven_by_itself():
 def test_the_proof_leaves_no_trace():
     results = []
     for callback in (only(None), only(4)):
-        lit = evaluating_lit(PACKAGES["lightning"])
+        lit = evaluating_lit(LIGHTNING)
         torch.manual_seed(5)
-        trainer = make_trainer(PACKAGES["lightning"], callback)
+        trainer = make_trainer(LIGHTNING, callback)
         logged = trainer.validate(lit, verbose=False)[0]
         results.append((logged, lit.accuracy.tp.tolist(), torch.rand(2).tolist()))
     (truth, hits, drawn), (found, counted, ours) = results
@@ -399,11 +383,11 @@ def test_the_proof_leaves_no_trace():
 
 def test_several_processes_are_asked_for_it():
     """Whether their steps communicate is not known."""
-    trainer = make_trainer(PACKAGES["lightning"], callback := MemSaveCallback(), devices=2)
+    trainer = make_trainer(LIGHTNING, callback := MemSaveCallback(), devices=2)
     lit = token_lit("mean_over_tokens")
     problems = callback._settings.apply(trainer, lit, is_fit=False)
     assert problems == []
-    shown = {row.name: row for row in callback.rows}["evaluation"]
+    shown = rows_of(callback)["evaluation"]
     assert shown.status == "off"
     assert "evaluation=True" in shown.details[0]
     callback._settings.undo()

@@ -11,23 +11,23 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
+from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.settings import setting as _setting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
-from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
+from tests.callbacks.lit import (
+    callback_with,
+    fit,
+    late,
+    make_lit,
+    make_trainer,
+    rows_of,
+)
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 
-def late(lit: Any) -> Any:
-    model, lit.model = lit.model, None
-    type(lit).configure_model = lambda self: setattr(self, "model", self.model or model)
-    return lit
-
-
 def with_optimizer(make: Any) -> Any:
-    lit = make_lit()
-    type(lit).configure_optimizers = lambda self: make(self.parameters())
-    return lit
+    return make_lit(configure_optimizers=lambda self: make(self.parameters()))
 
 
 def name_of(value: Any) -> str:
@@ -35,7 +35,11 @@ def name_of(value: Any) -> str:
 
 
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
-    ({"activation_checkpointing": "all", "blocks": "Blocck"}, make_lit, "Did you mean `Block`"),
+    (
+        {"activation_checkpointing": "all", "blocks": "Blocck"},
+        make_lit,
+        "Did you mean `Block`.*or set `activation_checkpointing=None`",
+    ),
     ({"blocks": "Typo"}, make_lit, r"matches `blocks='Typo'`. Classes that repeat: `Block` \(4\)"),
     ({"blocks": "re:.*layers.*"}, make_lit, r"nothing in `Lit` matches `blocks='re:\.\*layers"),
     (
@@ -43,7 +47,11 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
         lambda: make_lit(model="unrepeated"),
         "recomputing single layers saves nothing.*or set `activation_checkpointing=None`",
     ),
-    ({"chunked_cross_entropy": True}, make_lit, r'`ChunkedCrossEntropy\(heads="lm_head"\)`'),
+    (
+        {"chunked_cross_entropy": True},
+        make_lit,
+        r'`ChunkedCrossEntropy\(heads="lm_head"\)`.*`chunked_cross_entropy=None`',
+    ),
     ({"attention": "sdpa"}, make_lit, "contains no Hugging Face model.*`attention=None`"),
     (
         {"optimizer": "8bit"},
@@ -83,8 +91,7 @@ def test_what_is_so_already_is_not_refused():
     lit = make_lit(model="eager_bert")
     lit.model.bert.activation_checkpointing_enable()
     lit.model.bert.config._attn_implementation_internal = "sdpa"
-    callback = MemSaveCallback("all", attention="sdpa", preset="off")
-    fit(lit, callback)
+    fit(lit, callback := MemSaveCallback("all", attention="sdpa", preset="off"))
     rows = rows_of(callback)
     assert "themselves already" in rows["activation_checkpointing"].details[0]
     assert "is `sdpa` already" in rows["attention"].details[0]
@@ -104,8 +111,9 @@ class TestSmallestSaving:
     @pytest.mark.parametrize(("width", "status"), [(1700, "off"), (2000, "on")])
     def test_of_8bit_state(self, width, status):
         model = nn.Sequential(nn.Linear(64, width), nn.Linear(width, width))
-        lit = make_lit(model=model)
-        type(lit).training_step = lambda self, batch, i: self.model(batch).square().mean()
+        lit = make_lit(
+            model=model, training_step=lambda self, batch, i: self.model(batch).square().mean()
+        )
         callback = MemSaveCallback(activation_checkpointing=None, predict=False)
         fit(lit, callback, limit_train_batches=1, limit_val_batches=0)
         row = rows_of(callback)["optimizer"]
@@ -116,15 +124,12 @@ class TestSmallestSaving:
             assert row.details[1] == "its steps are slower on a CPU; `optimizer=None` leaves it out"
 
     def test_a_value_is_set_all_the_same(self):
-        callback = MemSaveCallback(optimizer="8bit")
-        fit(make_lit(), callback)
-        assert rows_of(callback)["optimizer"].status == "on"
-
-    def test_in_a_preset_for_the_least_memory_small_ones_add_up(self):
-        callback = MemSaveCallback(preset="single_gpu")
-        fit(make_lit(), callback)
-        rows = rows_of(callback)
-        assert rows["low_precision_weights"].status == rows["optimizer"].status == "on"
+        """And in a preset for the least memory, where small ones add up."""
+        for callback in (MemSaveCallback(optimizer="8bit"), MemSaveCallback(preset="single_gpu")):
+            fit(make_lit(), callback)
+            rows = rows_of(callback)
+            assert rows["optimizer"].status == "on"
+        assert rows["low_precision_weights"].status == "on"
 
     def test_parameters_that_are_unfrozen_later_count(self):
         class Backbone(pl.callbacks.BaseFinetuning):
@@ -135,20 +140,12 @@ class TestSmallestSaving:
                 self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer)
 
         callback = MemSaveCallback()
-        lit = make_lit()
-        type(lit).configure_optimizers = lambda self: optim.AdamW(
-            parameter for parameter in self.parameters() if parameter.requires_grad
-        )
+        lit = with_optimizer(lambda params: optim.AdamW(p for p in params if p.requires_grad))
         fit(lit, callback, Backbone())
         assert "need not change" not in str(rows_of(callback)["optimizer"].details)
 
     def test_is_one_segment_of_the_allocator(self, pytestconfig):
         assert "SMALLEST_SAVING_BYTES = 20 * 2**20" in Path(_setting.__file__).read_text()
-
-
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
 
 
 class TestOneTrainerAtATime:
@@ -164,13 +161,13 @@ class TestOneTrainerAtATime:
         callback, other = MemSaveCallback(), make_lit(package)
         refusals: list[str] = []
 
-        class Second(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-                with pytest.raises(IncompatibleError) as caught:
-                    make_trainer(package, callback).fit(other)
-                refusals.append(str(caught.value))
+        def fit_again(self: Any, trainer: Any, pl_module: Any) -> None:
+            with pytest.raises(IncompatibleError) as caught:
+                make_trainer(package, callback).fit(other)
+            refusals.append(str(caught.value))
 
-        make_trainer(package, callback, Second()).fit(make_lit(package))
+        second = callback_with(package, on_train_start=fit_again)
+        make_trainer(package, callback, second).fit(make_lit(package))
         assert ["another Trainer is in a run with it" in text for text in refusals] == [True]
         assert rows_of(callback)["activation_checkpointing"].status == "on"
         make_trainer(package, callback).fit(other)  # one after the other
@@ -190,33 +187,26 @@ class TestResume:
         callback = MemSaveCallback(optimizer="8bit")
         make_trainer(package, callback, max_epochs=2).fit(lit, ckpt_path=path)
 
-    @pytest.mark.parametrize("size", ["many", -3, 2.5, [4]])
-    def test_nonsense_in_a_checkpoint_is_ignored(self, package, tmp_path, size):
+    def test_nonsense_in_a_checkpoint_is_ignored(self, package, tmp_path):
         path, lit = tmp_path / "last.ckpt", make_lit(package)
         trainer = make_trainer(package, MemSaveCallback())
         trainer.fit(copy.deepcopy(lit))
         trainer.save_checkpoint(path)
         saved = torch.load(path, weights_only=True)
-        saved["callbacks"]["MemSaveCallback"] = {"micro_batch_size": size}
-        torch.save(saved, path)
-        callback = MemSaveCallback()
-        with pytest.warns(MemsaveWarning, match="is not a number of samples"):
-            make_trainer(package, callback, max_epochs=2).fit(lit, ckpt_path=path)
-        assert callback._micro_batches.size is None
+        for size in ("many", -3, 2.5, [4]):
+            saved["callbacks"]["MemSaveCallback"] = {"micro_batch_size": size}
+            torch.save(saved, path)
+            trainer = make_trainer(package, callback := MemSaveCallback(), max_epochs=2)
+            with pytest.warns(MemsaveWarning, match="is not a number of samples"):
+                trainer.fit(copy.deepcopy(lit), ckpt_path=path)
+            assert callback._micro_batches.size is None
 
 
 def test_the_report_names_the_device_of_the_run(monkeypatch):
     """Not a GPU that the machine has and the run has not used, nor makes a context on it."""
-    from lightning_memsave.callbacks import report as _report
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked: list[Any] = []
-
-    def get_device_name(*one):
-        asked.append(one)
-        return "GPU"
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", get_device_name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", asked.append)
     given: Any = {"measured": None, "predicted": None, "device": torch.device("cpu")}
     _report.write_report(".", {}, [], **given)
     assert asked == []

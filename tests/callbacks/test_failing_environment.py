@@ -1,6 +1,5 @@
 """Disks, folders, output and drivers that fail in the middle of a fit: it goes on, or says why."""
 
-import importlib
 import json
 import logging
 import os
@@ -8,7 +7,6 @@ import shutil
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
-import lightning.pytorch
 import pynvml  # type: ignore[import-untyped]
 import pytest
 import torch
@@ -22,7 +20,7 @@ from lightning_memsave.callbacks.oom_observer import OOMObserver
 from lightning_memsave.callbacks.start_advice import is_whole
 from lightning_memsave.errors import MemsaveWarning
 from lightning_memsave.units import GIB
-from tests.callbacks.lit import fit, loader, make_lit, make_trainer
+from tests.callbacks.lit import LIGHTNING, callback_with, fit, loader, make_lit, make_trainer, quiet
 from tests.helpers import full_disk, seed_torch
 from tests.out_of_memory import MESSAGE
 
@@ -35,25 +33,17 @@ pytestmark = [
 REPORT, TEXT, JSON = Path("memsave_report.json"), Path("memsave_oom.txt"), Path("memsave_oom.json")
 
 
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def package(request):
-    return importlib.import_module(request.param)
-
-
-def at_step(number, do, package=lightning.pytorch):
-    class At(package.Callback):  # type: ignore[name-defined, misc]
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step == number:
-                do()
-
-    return At()
+def at_step(number, do):
+    return callback_with(
+        on_train_batch_start=lambda self, trainer, *_: trainer.global_step == number and do()
+    )
 
 
 def raise_out_of_memory():
     raise torch.OutOfMemoryError(MESSAGE)
 
 
-def assert_as_undisturbed(found, package=lightning.pytorch):
+def assert_as_undisturbed(found, package=LIGHTNING):
     losses, state, _ = fit(make_lit(package), MemSaveCallback(report=False), package=package)
     assert found[0] == losses
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in state.items())
@@ -96,15 +86,13 @@ class TestFullDisk:
     def test_older_reports_of_memory_are_kept_and_the_error_is_seen(self, caplog):
         for path in (TEXT, JSON):
             path.write_text("older")
-        callbacks = MemSaveCallback(report=False, predict=False), OOMObserver()
-        fails = at_step(2, raise_out_of_memory)
+        callbacks = quiet(), OOMObserver(), at_step(2, raise_out_of_memory)
         with full_disk(), pytest.raises(torch.OutOfMemoryError) as raised:
-            fit(make_lit(), *callbacks, fails)
+            fit(make_lit(), *callbacks)
         assert str(raised.value) == MESSAGE
-        said = [r.message for r in caplog.records if "Not written" in r.message]
-        assert len(said) == 1
-        assert "memsave_oom.txt" in said[0]
-        assert "memsave_oom.json (OSError: [Errno 27] File too large). Use" in said[0]
+        (said,) = [r.message for r in caplog.records if "Not written" in r.message]
+        assert "memsave_oom.txt" in said
+        assert "memsave_oom.json (OSError: [Errno 27] File too large). Use" in said
         assert "See `" not in caplog.text
         assert (TEXT.read_text(), JSON.read_text()) == ("older", "older")
 
@@ -151,8 +139,7 @@ def train(*callbacks, ckpt_path=None, **settings):
     """Fit with seeds of each batch, as random states are not in checkpoints."""
     lit = make_lit(model="unrepeated")
     lit.on_train_batch_start = lambda batch, batch_idx: seed_torch(lit.global_step)
-    memsave = MemSaveCallback(report=False, predict=False)
-    make_trainer(lightning.pytorch, memsave, *callbacks, **settings).fit(lit, ckpt_path=ckpt_path)
+    make_trainer(LIGHTNING, quiet(), *callbacks, **settings).fit(lit, ckpt_path=ckpt_path)
     return lit.state_dict()
 
 
@@ -185,14 +172,11 @@ class TestCheckpointThatIsNotWhole:
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
         train(max_epochs=2, ckpt_path=newest)
 
-    def test_without_another_one(self):
+    def test_without_another_one_and_in_an_evaluation(self, package):
         Path("only.ckpt").write_bytes(b"")
         with pytest.raises(EOFError) as raised:
             train(ckpt_path="only.ckpt")
         assert "start without `ckpt_path`" in raised.value.__notes__[0]
-
-    def test_in_an_evaluation(self, package):
-        Path("only.ckpt").write_bytes(b"")
         trainer = make_trainer(package, MemSaveCallback(report=False))
         with pytest.raises(EOFError) as raised:
             trainer.test(make_lit(package), ckpt_path="only.ckpt")
@@ -202,9 +186,7 @@ class TestCheckpointThatIsNotWhole:
         """Neither where it is whole, nor where it was changed after the start."""
         last = folder / "last.ckpt"
         with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key") as raised:
-            make_trainer(lightning.pytorch, MemSaveCallback(report=False)).fit(
-                make_lit(), ckpt_path=last
-            )
+            make_trainer(LIGHTNING, quiet()).fit(make_lit(), ckpt_path=last)
         assert not hasattr(raised.value, "__notes__")
 
         def fail():
@@ -259,7 +241,7 @@ class TestFolders:
         callbacks = MemSaveCallback(report=False), at_step(3, lambda: shutil.rmtree("logs"))
         logger = CSVLogger("logs", flush_logs_every_n_steps=1)
         settings = {"logger": logger, "log_every_n_steps": 1}
-        trainer = make_trainer(lightning.pytorch, *callbacks, **settings)
+        trainer = make_trainer(LIGHTNING, *callbacks, **settings)
         with pytest.raises(FileNotFoundError, match=r"logs/.*metrics\.csv"):
             trainer.fit(make_lit())
         trainer._signal_connector.teardown()  # which Lightning has not come to
@@ -315,18 +297,17 @@ class TestDriver:
     def test_on_one_of_two_processes(self, lost, driver, package):
         monitor = GPUMemoryMonitor(1)
 
-        class Lost(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-                if trainer.global_rank == lost and batch_idx == 1:
-                    driver.fail(pynvml.NVMLError(ERRORS[0]))
+        def lose(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_rank == lost and batch_idx == 1:
+                driver.fail(pynvml.NVMLError(ERRORS[0]))
 
-            def on_fit_end(self, trainer, pl_module):
-                found = monitor.summary.to_dict()
-                Path(f"{trainer.global_rank}.json").write_text(json.dumps(found))
+        def write(self, trainer, pl_module):
+            found = monitor.summary.to_dict()
+            Path(f"{trainer.global_rank}.json").write_text(json.dumps(found))
 
+        losing = callback_with(package, on_train_batch_start=lose, on_fit_end=write)
         settings = {"devices": 2, "strategy": "ddp_fork", "limit_val_batches": 0}
-        trainer = make_trainer(package, monitor, Lost(), **settings)
-        trainer.fit(make_lit(package), loader())
+        make_trainer(package, monitor, losing, **settings).fit(make_lit(package), loader())
         for rank in (0, 1):
             found = json.loads(Path(f"{rank}.json").read_text())
             assert (found["nvml_peak_bytes"], found["is_nvml_of_gpu"]) == (GIB, False)

@@ -7,41 +7,29 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
-from tests.callbacks.lit import assert_same, fit, make_lit
+from tests.callbacks.lit import (
+    WithLoss,
+    assert_same,
+    fit,
+    make_lit,
+    model_step,
+    only,
+    rows_of,
+)
 from tests.cases import WIDTH
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 
-class Model(nn.Module):
+def model():
     """Without dropout, so that another forward pass changes nothing."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, batch):
-        return self.net(batch).square().mean()
+    torch.manual_seed(0)
+    return WithLoss(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)))
 
 
-def only(**settings: Any) -> MemSaveCallback:
-    off = ("activation_checkpointing", "optimizer", "precision")
-    defaults: dict[str, Any] = dict.fromkeys((*off, "micro_batch_size"))
-    return MemSaveCallback(**(defaults | {"predict": False, "report": False} | settings))
-
-
-def row(callback, name):
-    (found,) = [row for row in callback.rows if row.name == name]
-    return found
-
-
-def lit_with_step(training_step):
-    lit = make_lit(model=Model())
-    type(lit).training_step = training_step
-    return lit
+def lit_with_step(training_step, **methods):
+    return make_lit(model=model(), training_step=training_step, **methods)
 
 
 def inner_backward(self, batch, batch_idx):
@@ -83,31 +71,27 @@ def test_updates_nothing():
 
 
 def test_is_refused_where_earlier_parts_have_gradients():
-    callback = only(micro_batch_size=2)
+    callback = only(2)
     with pytest.raises(IncompatibleError, match=r"`torch\.autograd\.grad` there"):
         fit(lit_with_step(inner_backward), callback)
 
 
 def test_is_refused_where_earlier_batches_have_gradients():
     def training_step(self, batch, batch_idx):
-        return (inner_backward if batch_idx == 1 else plain_step)(self, batch, batch_idx)
+        return (inner_backward if batch_idx == 1 else model_step)(self, batch, batch_idx)
 
     lit = lit_with_step(training_step)
     with pytest.raises(IncompatibleError, match="gradients itself"):
-        fit(lit, only(micro_batch_size=2), accumulate_grad_batches=2)
-
-
-def plain_step(self, batch, batch_idx):
-    return self.model(batch)
+        fit(lit, only(2), accumulate_grad_batches=2)
 
 
 def test_is_undone_in_the_first_part():
     def training_step(self, batch, batch_idx):
         self.parts = getattr(self, "parts", 0) + 1
-        return (inner_backward if self.parts % 2 else plain_step)(self, batch, batch_idx)
+        return (inner_backward if self.parts % 2 else model_step)(self, batch, batch_idx)
 
-    expected = fit(lit_with_step(plain_step), only(micro_batch_size=2))
-    assert_same(fit(lit_with_step(training_step), only(micro_batch_size=2)), expected)
+    expected = fit(lit_with_step(model_step), only(2))
+    assert_same(fit(lit_with_step(training_step), only(2)), expected)
 
 
 def test_gradients_may_be_taken_without_backward():
@@ -115,8 +99,8 @@ def test_gradients_may_be_taken_without_backward():
         torch.autograd.grad(self.model(batch), list(self.parameters()))
         return self.model(batch)
 
-    plain = fit(lit_with_step(plain_step), only(micro_batch_size=2))
-    assert_same(plain, fit(lit_with_step(training_step), only(micro_batch_size=2)))
+    plain = fit(lit_with_step(model_step), only(2))
+    assert_same(plain, fit(lit_with_step(training_step), only(2)))
 
 
 class Norms(Callback):
@@ -130,14 +114,13 @@ class Norms(Callback):
         self.seen.append(sum(g.norm().item() for g in grads))
 
 
-def noting(lit, seen):
+def noting(seen, **methods):
     def training_step(self, batch, batch_idx):
         if torch.is_grad_enabled():  # not where it is proven that the loss can be split
             seen.append("step")
         return self.model(batch)
 
-    type(lit).training_step = training_step
-    return lit
+    return lit_with_step(training_step, **methods)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +130,7 @@ def test_hooks_before_zeroing_see_old_gradients_after_the_step(settings):
     found = []
     for callbacks in ([], [only(**settings)]):
         norms = Norms()
-        fit(noting(make_lit(model=Model()), norms.seen), *callbacks, norms)
+        fit(noting(norms.seen), *callbacks, norms)
         found.append(norms.seen)
     assert found[1] == found[0]
     assert found[0][:3] == ["step", 0, "step"]
@@ -156,27 +139,28 @@ def test_hooks_before_zeroing_see_old_gradients_after_the_step(settings):
 
 def test_hooks_before_zeroing_run_between_first_forward_and_backward():
     events: list[str] = []
-    lit = noting(make_lit(model=Model()), events)
-    type(lit).on_before_backward = lambda self, loss: events.append("backward")
-    type(lit).on_before_zero_grad = lambda self, optimizer: events.append("zero")
-    fit(lit, only(micro_batch_size=2), limit_train_batches=1, limit_val_batches=0)
+    lit = noting(
+        events,
+        on_before_backward=lambda self, loss: events.append("backward"),
+        on_before_zero_grad=lambda self, optimizer: events.append("zero"),
+    )
+    fit(lit, only(2), limit_train_batches=1, limit_val_batches=0)
     assert events == ["step", "zero", "backward", "step", "backward"]
 
 
 def test_own_zeroing_is_kept():
-    lit = make_lit(model=Model())
     # Gradients live on over two steps.
-    type(lit).optimizer_zero_grad = lambda self, epoch, batch_idx, optimizer: (
+    zero = lambda self, epoch, batch_idx, optimizer: (  # noqa: E731
         None if batch_idx % 2 else optimizer.zero_grad()
     )
-    callback = only(micro_batch_size="auto")
+    lit = make_lit(model=model(), optimizer_zero_grad=zero)
+    callback = only("auto")
     assert_same(fit(lit, callback), fit(lit))
 
 
 def test_the_row_says_who_reads_old_gradients():
-    callback = only(precision="32-true")
-    fit(make_lit(model=Model()), callback, Norms())
-    found = row(callback, "early_release")
+    fit(make_lit(model=model()), callback := only(precision="32-true"), Norms())
+    found = rows_of(callback)["early_release"]
     assert found.details[0] == (
         "gradients of the previous step are kept in the forward pass, as "
         "`Norms.on_before_zero_grad` may read them"
@@ -192,16 +176,15 @@ def test_a_package_with_a_name_like_lightnings_is_foreign():
     hook: Any = Helper.on_train_batch_end
     hook.__module__ = "pytorch_lightning_helpers.mixin"
     callback = only(precision="32-true")
-    fit(make_lit(model=Model()), callback, Helper())  # before the Trace of these tests
-    outputs = row(callback, "early_release").details[1]
+    fit(make_lit(model=model()), callback, Helper())  # before the Trace of these tests
+    outputs = rows_of(callback)["early_release"].details[1]
     assert outputs == "outputs are kept, as `Helper.on_train_batch_end` may read them"
 
 
 def test_lbfgs_reports_the_loss_of_its_last_closure():
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), max_iter=4)
-
-    lit = make_lit(model=Model())
-    type(lit).configure_optimizers = configure_optimizers
+    lit = make_lit(
+        model=model(),
+        configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), max_iter=4),
+    )
     plain = fit(lit, limit_train_batches=2)
-    assert_same(plain, fit(lit, only(micro_batch_size="auto"), limit_train_batches=2))
+    assert_same(plain, fit(lit, only("auto"), limit_train_batches=2))

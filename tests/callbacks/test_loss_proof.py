@@ -16,9 +16,8 @@ import transformers
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own abbreviation
-from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback, MicroBatching
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import (
     ConfigurationError,
     ExactnessWarning,
@@ -28,12 +27,24 @@ from lightning_memsave.errors import (
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
-from tests.callbacks.lit import fit, make_lit
+from tests.callbacks.lit import (
+    fit,
+    gradients_of,
+    late,
+    loader_of,
+    make_lit,
+    no_step,
+    only,
+    rows_of,
+    without_dropout,
+)
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 VOCABULARY, WIDTH, TOKENS, SAMPLES, CLASSES = 13, 8, 6, 7, 4
 REFUSED = "refused"
+BY_SAMPLES = "weighted by samples"
+UNMASKED = "entries of `labels` that are not -100"
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -46,17 +57,6 @@ class Kind:
     make_batch: Callable[[], Any]
     expected: str
     make_model: Callable[[], nn.Module]
-
-
-KINDS: dict[str, Kind] = {}
-
-
-def kind(make_batch: Any, make_model: Any, expected: str) -> Callable[[Loss], Loss]:
-    def add(loss_of: Loss) -> Loss:
-        KINDS[loss_of.__name__] = Kind(loss_of, make_batch, expected, make_model)
-        return loss_of
-
-    return add
 
 
 # Models
@@ -74,16 +74,29 @@ class Tokens(nn.Module):
         return self.head(torch.tanh(hidden + hidden.mean(1, keepdim=True)))
 
 
-def vectors() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-
-
-def with_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+def vectors(between: Any = nn.Tanh) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), between(), nn.Linear(16, CLASSES))
 
 
 def autoencoder() -> nn.Module:
     return nn.ModuleDict({"encode": nn.Linear(WIDTH, 6), "decode": nn.Linear(3, WIDTH)})
+
+
+class WithQueue(nn.Module):
+    """Compares with what came before, and keeps what is new."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("queue", torch.randn(16, CLASSES).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.normalize(self.layer(x), dim=-1)
+        compared = z @ self.queue.T
+        self.queue = torch.cat([z.detach(), self.queue])[:16]
+        return compared
 
 
 # Batches
@@ -106,11 +119,6 @@ def labelled(ignored: int = -100, key: str = "labels") -> dict[str, Tensor]:
     return {"x": x, key: x.masked_fill(uneven(), ignored)}
 
 
-def as_tuple() -> tuple[Tensor, Tensor]:
-    batch = labelled()
-    return batch["x"], batch["labels"]
-
-
 def padded() -> dict[str, Tensor]:
     x = ids()
     lengths = torch.arange(2, 2 + SAMPLES).clamp(max=TOKENS)
@@ -123,13 +131,14 @@ def float_mask() -> dict[str, Tensor]:
     return {"x": batch["x"], "mask": batch["mask"].double()}
 
 
-def regression() -> dict[str, Tensor]:
-    return {"x": torch.randn(SAMPLES, WIDTH).double(), "y": torch.randn(SAMPLES, CLASSES).double()}
+def regression(**more: Any) -> dict[str, Any]:
+    y = torch.randn(SAMPLES, CLASSES).double()
+    return {"x": torch.randn(SAMPLES, WIDTH).double(), "y": y, **more}
 
 
-def classes() -> dict[str, Tensor]:
-    x = torch.randn(SAMPLES, WIDTH).double()
-    return {"x": x, "y": torch.tensor([0, 1, 2, 3, 0, 0, 1])}
+def classes(num_samples: int = SAMPLES, **more: Any) -> dict[str, Tensor]:
+    x, y = torch.randn(SAMPLES, WIDTH).double(), torch.tensor([0, 1, 2, 3, 0, 0, 1])
+    return {"x": x[:num_samples], "y": y[:num_samples], **more}
 
 
 def partly_labelled() -> dict[str, Tensor]:
@@ -139,334 +148,7 @@ def partly_labelled() -> dict[str, Tensor]:
 
 
 def weighted() -> dict[str, Tensor]:
-    return regression() | {"w": torch.rand(SAMPLES).double() + 0.1}
-
-
-def flat(logits: Tensor) -> Tensor:
-    return logits.flatten(0, 1)
-
-
-tokens_kind = functools.partial(kind, make_model=Tokens)
-vectors_kind = functools.partial(kind, make_model=vectors)
-
-
-# Losses over tokens
-
-
-@tokens_kind(labelled, expected="entries of `labels` that are not -100")
-def masked(model, batch):
-    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten())
-
-
-@tokens_kind(labelled, expected="entries of `labels` that are not -100, without the first")
-def shifted(model, batch):
-    return F.cross_entropy(flat(model(batch["x"])[:, :-1]), batch["labels"][:, 1:].flatten())
-
-
-@tokens_kind(as_tuple, expected="entries of `batch[1]` that are not -100")
-def in_a_tuple(model, batch):
-    return F.cross_entropy(flat(model(batch[0])), batch[1].flatten())
-
-
-@tokens_kind(functools.partial(labelled, key="tags"), expected="entries of `tags` that are not")
-def another_key(model, batch):
-    return F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["tags"])
-
-
-@tokens_kind(functools.partial(labelled, 0), expected="entries of `labels` that are not 0")
-def ignored_zero(model, batch):
-    logits = model(batch["x"])
-    return F.cross_entropy(flat(logits), batch["labels"].flatten(), ignore_index=0)
-
-
-@tokens_kind(functools.partial(labelled, -1), expected="entries of `labels` that are not -1")
-def ignored_minus_one(model, batch):
-    logits = model(batch["x"])
-    return F.cross_entropy(flat(logits), batch["labels"].flatten(), ignore_index=-1)
-
-
-@tokens_kind(functools.partial(labelled, 7), expected="entries of `labels` that are not 7")
-def ignored_seven(model, batch):
-    logits = model(batch["x"])
-    return F.cross_entropy(flat(logits), batch["labels"].flatten(), ignore_index=7)
-
-
-@tokens_kind(functools.partial(labelled, 5), expected="entries of `labels` that are not 5")
-def masked_by_comparison(model, batch):
-    losses = F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten(), reduction="none")
-    keep = batch["labels"].flatten() != 5
-    return losses[keep].mean()
-
-
-@tokens_kind(padded, expected="sum of `mask`|entries of `x` that are not 0|sum of `lengths`")
-def bool_mask(model, batch):
-    losses = F.cross_entropy(flat(model(batch["x"])), batch["x"].flatten(), reduction="none")
-    return (losses * batch["mask"].flatten()).sum() / batch["mask"].sum()
-
-
-@tokens_kind(float_mask, expected="sum of `mask`, without the first|entries of `x` that are not 0")
-def shifted_float_mask(model, batch):
-    logits, mask = model(batch["x"])[:, :-1], batch["mask"][:, 1:]
-    losses = F.cross_entropy(flat(logits), batch["x"][:, 1:].flatten(), reduction="none")
-    return (losses * mask.flatten()).sum() / mask.sum()
-
-
-@tokens_kind(padded, expected="sum of `lengths`|sum of `mask`|entries of `x` that are not 0")
-def packed_sequences(model, batch):
-    packed = nn.utils.rnn.pack_padded_sequence(
-        model(batch["x"]), batch["lengths"], batch_first=True, enforce_sorted=False
-    )
-    targets = nn.utils.rnn.pack_padded_sequence(
-        batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False
-    )
-    return F.cross_entropy(packed.data, targets.data)
-
-
-@tokens_kind(labelled, expected="weighted by samples")
-def mean_per_sequence(model, batch):
-    losses = F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["labels"], reduction="none")
-    keep = batch["labels"] != -100
-    return ((losses * keep).sum(1) / keep.sum(1)).mean()
-
-
-@tokens_kind(labelled, expected="summed")
-def summed(model, batch):
-    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten(), reduction="sum")
-
-
-@tokens_kind(labelled, expected="entries of `labels` that are not -100")
-def label_smoothing(model, batch):
-    logits, labels = flat(model(batch["x"])), batch["labels"].flatten()
-    return F.cross_entropy(logits, labels, label_smoothing=0.1)
-
-
-@tokens_kind(labelled, expected="class weights at `labels`")
-def class_weights(model, batch):
-    weight = torch.linspace(0.5, 2, VOCABULARY, dtype=torch.float64)
-    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten(), weight=weight)
-
-
-@tokens_kind(labelled, expected=REFUSED)
-def perplexity(model, batch):
-    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten()).exp()
-
-
-@tokens_kind(labelled, expected=REFUSED)
-def two_means_of_different_things(model, batch):
-    logits = model(batch["x"])
-    mean = F.cross_entropy(flat(logits), batch["labels"].flatten())
-    return mean + logits.square().mean()
-
-
-@tokens_kind(labelled, expected="entries of `labels` that are not -100")
-def regulariser(model, batch):
-    mean = F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten())
-    return mean + 0.1 * sum(p.square().sum() for p in model.parameters())
-
-
-@tokens_kind(lambda: {"x": ids().T.contiguous()}, expected=REFUSED)
-def time_first(model, batch):
-    logits = model(batch["x"].T)
-    return F.cross_entropy(flat(logits), batch["x"].T.flatten())
-
-
-@tokens_kind(lambda: {"x": ids().view(1, -1)}, expected="one sample")
-def packed_in_one_row(model, batch):
-    return F.cross_entropy(flat(model(batch["x"])), batch["x"].flatten())
-
-
-@tokens_kind(lambda: {"x": ids().flatten(), "starts": torch.arange(0, 43, 6)}, expected=REFUSED)
-def packed_with_offsets(model, batch):
-    parts = torch.tensor_split(batch["x"], batch["starts"][1:-1])
-    return torch.stack([F.cross_entropy(model(p[None])[0], p) for p in parts]).mean()
-
-
-@tokens_kind(lambda: {"x": ids(), "at": torch.arange(SAMPLES)}, expected=REFUSED)
-def gather_of_targets(model, batch):
-    logits = model(batch["x"])
-    return F.cross_entropy(logits.mean(1)[batch["at"]], batch["x"][batch["at"], 0])
-
-
-@tokens_kind(
-    lambda: {"x": ids(), "at": torch.randint(TOKENS, (SAMPLES, 2))}, expected="weighted by samples"
-)
-def gather_in_each_sample(model, batch):
-    targets = batch["x"].gather(1, batch["at"])
-    logits = model(batch["x"]).gather(1, batch["at"][..., None].expand(-1, -1, VOCABULARY))
-    return F.cross_entropy(flat(logits), targets.flatten())
-
-
-@tokens_kind(padded, expected="weighted by samples")
-def ctc(model, batch):
-    logits = model(batch["x"]).log_softmax(-1).transpose(0, 1)
-    targets = batch["x"][:, :2].clamp(min=1)
-    full = torch.full((SAMPLES,), TOKENS)[: len(targets)]
-    return F.ctc_loss(logits, targets, full, torch.full_like(full, 2))
-
-
-# Losses over samples
-
-
-@vectors_kind(regression, expected="weighted by samples")
-def mse(model, batch):
-    return F.mse_loss(model(batch["x"]), batch["y"])
-
-
-@vectors_kind(lambda: (*regression().values(),), expected="weighted by samples")
-def huber_in_a_tuple(model, batch):
-    return F.huber_loss(model(batch[0]), batch[1])
-
-
-@vectors_kind(regression, expected=REFUSED)
-def rmse(model, batch):
-    return F.mse_loss(model(batch["x"]), batch["y"]).sqrt()
-
-
-@vectors_kind(regression, expected="summed")
-def summed_squares(model, batch):
-    return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
-
-
-@vectors_kind(regression, expected="summed")
-def over_a_constant(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().sum() / 32
-
-
-@vectors_kind(regression, expected=REFUSED)
-def worst_sample(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().mean(1).max()
-
-
-@vectors_kind(regression, expected=REFUSED)
-def ratio_of_sums(model, batch):
-    errors = (model(batch["x"]) - batch["y"]).square().sum()
-    return errors / batch["y"].square().sum()
-
-
-@vectors_kind(weighted, expected="sum of `w`")
-def sample_weights(model, batch):
-    errors = (model(batch["x"]) - batch["y"]).square().mean(1)
-    return (errors * batch["w"]).sum() / batch["w"].sum()
-
-
-@vectors_kind(weighted, expected="weighted by samples")
-def mean_of_weighted_errors(model, batch):
-    errors = (model(batch["x"]) - batch["y"]).square().mean(1)
-    return (errors * batch["w"]).mean()
-
-
-@vectors_kind(classes, expected="weighted by samples")
-def classification(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-@vectors_kind(partly_labelled, expected="entries of `y` that are not -100")
-def one_dimensional_labels(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-@vectors_kind(classes, expected="class weights at `y`")
-def weights_of_classes(model, batch):
-    weight = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)
-    return F.cross_entropy(model(batch["x"]), batch["y"], weight=weight)
-
-
-@vectors_kind(
-    lambda: (
-        {k: v[:CLASSES] for k, v in classes().items()}
-        | {"weight": torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)}
-    ),
-    expected="class weights at `y`",
-)
-def class_weights_as_many_as_samples(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weight"])
-
-
-@vectors_kind(
-    lambda: classes() | {"weight": torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)},
-    expected="class weights at `y`",
-)
-def class_weights_in_the_batch(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weight"])
-
-
-@vectors_kind(
-    lambda: regression() | {"scale": torch.randn(1, CLASSES).double()},
-    expected="weighted by samples",
-)
-def leading_size_one(model, batch):
-    return (model(batch["x"]) * batch["scale"] - batch["y"]).square().mean()
-
-
-@vectors_kind(
-    lambda: regression() | {"names": ["a", "b"]}, expected="have different numbers of samples"
-)
-def another_number_of_names(model, batch):
-    return F.mse_loss(model(batch["x"]), batch["y"])
-
-
-@vectors_kind(
-    lambda: {"x": torch.randn(SAMPLES, WIDTH).double(), "y": torch.rand(SAMPLES, CLASSES).round()},
-    expected="weighted by samples",
-)
-def multi_label(model, batch):
-    return F.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"].double())
-
-
-@vectors_kind(regression, expected="weighted by samples")
-def kl_batch_mean(model, batch):
-    predicted = model(batch["x"]).log_softmax(-1)
-    return F.kl_div(predicted, batch["y"].softmax(-1), reduction="batchmean")
-
-
-@kind(regression, autoencoder, "weighted by samples")
-def variational(model, batch):
-    mean, log_variance = model["encode"](batch["x"]).chunk(2, -1)
-    latent = mean + torch.randn_like(mean) * (log_variance / 2).exp() * 0
-    kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
-    return F.mse_loss(model["decode"](latent), batch["x"]) + kl
-
-
-@vectors_kind(regression, expected=REFUSED)
-def contrastive(model, batch):
-    z = model(batch["x"])
-    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
-
-
-@vectors_kind(regression, expected=REFUSED)
-def variance_of_the_batch(model, batch):
-    z = model(batch["x"])
-    return F.mse_loss(z, batch["y"]) + F.relu(1 - z.var(0, unbiased=False)).mean()
-
-
-@vectors_kind(regression, expected=REFUSED)
-def load_balancing(model, batch):
-    chosen = model(batch["x"]).softmax(-1)
-    return F.mse_loss(chosen, batch["y"]) + (chosen.mean(0).square().sum()) * CLASSES
-
-
-@vectors_kind(regression, expected=REFUSED)
-def mixup(model, batch):
-    order = torch.randperm(len(batch["x"]))
-    x, y = ((v + v[order]) / 2 for v in batch.values())
-    return F.mse_loss(model(x), y)
-
-
-@vectors_kind(classes, expected=REFUSED)
-def dice(model, batch):
-    chosen, target = model(batch["x"]).softmax(-1), F.one_hot(batch["y"], CLASSES)
-    return 1 - 2 * (chosen * target).sum() / (chosen.sum() + target.sum() + chosen.square().sum())
-
-
-@vectors_kind(regression, expected="weighted by samples")
-def gradient_penalty(model, batch):
-    x = batch["x"].clone().requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.mse_loss(out, batch["y"]) + slope.square().sum(1).mean()
-
-
-# Losses that two samples alone do not show
+    return regression(w=torch.rand(SAMPLES).double() + 0.1)
 
 
 def with_gaps() -> dict[str, Tensor]:
@@ -485,19 +167,157 @@ def series() -> dict[str, Tensor]:
     return {"x": (x * inside[..., None]).double(), "y": targets.double()}
 
 
-@vectors_kind(with_gaps, expected="entries of `y` that are not NaN")
-def targets_that_are_missing(model, batch):
+# Losses over tokens
+
+
+def ce(logits: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **how)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def squares(model):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def masked(model, batch, **how):
+    return ce(model(batch["x"]), batch["labels"], **how)
+
+
+def shifted_mask(model, batch):
+    losses = ce(model(batch["x"])[:, :-1], batch["x"][:, 1:], reduction="none")
+    return weighted_mean(losses, batch["mask"][:, 1:])
+
+
+def masked_by_comparison(model, batch):
+    losses = ce(model(batch["x"]), batch["labels"], reduction="none")
+    return losses[batch["labels"].flatten() != 5].mean()
+
+
+def packed_sequences(model, batch):
+    packed: Any = (
+        nn.utils.rnn.pack_padded_sequence(
+            each, batch["lengths"], batch_first=True, enforce_sorted=False
+        ).data
+        for each in (model(batch["x"]), batch["x"])
+    )
+    return F.cross_entropy(*packed)
+
+
+def mean_per_sequence(model, batch):
+    losses = F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["labels"], reduction="none")
+    keep = batch["labels"] != -100
+    return ((losses * keep).sum(1) / keep.sum(1)).mean()
+
+
+def two_means_of_different_things(model, batch):
+    logits = model(batch["x"])
+    return ce(logits, batch["labels"]) + logits.square().mean()
+
+
+def packed_with_offsets(model, batch):
+    parts = torch.tensor_split(batch["x"], batch["starts"][1:-1])
+    return torch.stack([F.cross_entropy(model(p[None])[0], p) for p in parts]).mean()
+
+
+def gather_in_each_sample(model, batch):
+    logits = model(batch["x"]).gather(1, batch["at"][..., None].expand(-1, -1, VOCABULARY))
+    return ce(logits, batch["x"].gather(1, batch["at"]))
+
+
+def ctc(model, batch):
+    logits = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+    targets = batch["x"][:, :2].clamp(min=1)
+    full = torch.full((SAMPLES,), TOKENS)[: len(targets)]
+    return F.ctc_loss(logits, targets, full, torch.full_like(full, 2))
+
+
+# Losses over samples
+
+
+def mse(model, batch, **how):
+    return F.mse_loss(model(batch["x"]), batch["y"], **how)
+
+
+def classification(model, batch):
+    return ce(model(batch["x"]), batch["y"])
+
+
+def errors(model, batch):
+    return (model(batch["x"]) - batch["y"]).square()
+
+
+def sample_weights(model, batch):
+    return weighted_mean(errors(model, batch).mean(1), batch["w"])
+
+
+def mean_of_weighted_errors(model, batch):
+    return (errors(model, batch).mean(1) * batch["w"]).mean()
+
+
+def kl_batch_mean(model, batch):
+    predicted = model(batch["x"]).log_softmax(-1)
+    return F.kl_div(predicted, batch["y"].softmax(-1), reduction="batchmean")
+
+
+def variational(model, batch):
+    mean, log_variance = model["encode"](batch["x"]).chunk(2, -1)
+    latent = mean + torch.randn_like(mean) * (log_variance / 2).exp() * 0
+    kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
+    return F.mse_loss(model["decode"](latent), batch["x"]) + kl
+
+
+def contrastive(model, batch):
+    z = model(batch["x"])
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def variance_of_the_batch(model, batch):
+    z = model(batch["x"])
+    return F.mse_loss(z, batch["y"]) + F.relu(1 - z.var(0, unbiased=False)).mean()
+
+
+def load_balancing(model, batch):
+    chosen = model(batch["x"]).softmax(-1)
+    return F.mse_loss(chosen, batch["y"]) + (chosen.mean(0).square().sum()) * CLASSES
+
+
+def mixup(model, batch, permuted=torch.randperm):
+    order = permuted(len(batch["x"]))
+    x, y = ((v + v[order]) / 2 for v in batch.values())
+    return F.mse_loss(model(x), y)
+
+
+def shuffled(length):
+    order = [*range(length)]
+    random.Random(0).shuffle(order)
+    return order
+
+
+def dice(model, batch):
+    chosen, target = model(batch["x"]).softmax(-1), F.one_hot(batch["y"], CLASSES)
+    return 1 - 2 * (chosen * target).sum() / (chosen.sum() + target.sum() + chosen.square().sum())
+
+
+def gradient_penalty(model, batch):
+    x = batch["x"].clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, batch["y"]) + slope.square().sum(1).mean()
+
+
+def known_errors(model, batch):
     known = ~batch["y"].isnan()
     return (model(batch["x"])[known] - batch["y"][known]).square().mean()
 
 
-@vectors_kind(series, expected="vectors of `x` that are not 0")
 def series_padded_with_zeros(model, batch):
     inside = batch["x"].abs().sum(-1) > 0
     return (model(batch["x"])[inside] - batch["y"][inside]).square().mean()
 
 
-@vectors_kind(classes, expected=REFUSED)
 def triplets(model, batch):
     """Two samples have no positive and no negative at once."""
     z = F.normalize(model(batch["x"]), dim=-1)
@@ -507,83 +327,177 @@ def triplets(model, batch):
     return F.relu(positive - negative + 0.2).mean()
 
 
-@vectors_kind(classes, expected=REFUSED)
-def triplets_beside_classes(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"]) + triplets(model, batch)
-
-
-@vectors_kind(regression, expected=REFUSED)
 def hardest_samples(model, batch):
-    errors = (model(batch["x"]) - batch["y"]).square().mean(1)
-    return errors.topk(min(len(errors), 2)).values.mean()
+    of_samples = errors(model, batch).mean(1)
+    return of_samples.topk(min(len(of_samples), 2)).values.mean()
 
 
-@vectors_kind(regression, expected=REFUSED)
-def mixup_by_python(model, batch):
-    order = [*range(len(batch["x"]))]
-    random.Random(0).shuffle(order)
-    x, y = ((v + v[order]) / 2 for v in batch.values())
-    return F.mse_loss(model(x), y)
-
-
-@vectors_kind(regression, expected=REFUSED)
-def never_above_the_margin(model, batch):
-    return F.relu(model(batch["x"]).abs().mean() - 100)
-
-
-class WithQueue(nn.Module):
-    """Compares with what came before, and keeps what is new."""
-
-    queue: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("queue", torch.randn(16, CLASSES).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = F.normalize(self.layer(x), dim=-1)
-        compared = z @ self.queue.T
-        self.queue = torch.cat([z.detach(), self.queue])[:16]
-        return compared
-
-
-@kind(regression, WithQueue, REFUSED)
 def momentum_contrast(model, batch):
     return F.cross_entropy(model(batch["x"]), torch.zeros(len(batch["x"]), dtype=torch.long))
 
 
-@kind(regression, lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, CLASSES)), REFUSED)
-def spectral_norm(model, batch):
-    return F.mse_loss(model(batch["x"]), batch["y"])
+def spectral_norm() -> nn.Module:
+    return nn.utils.spectral_norm(nn.Linear(WIDTH, CLASSES))
+
+
+OF_CLASSES = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)
+OF_TOKENS = torch.linspace(0.5, 2, VOCABULARY, dtype=torch.float64)
+PADDED = "sum of `lengths`|sum of `mask`|entries of `x` that are not 0"
+NOT = "entries of `labels` that are not {}"
+FEWER = "have different numbers of samples (['x']: 7, ['y']: 7, ['names']: 2)"
+TOKEN_KINDS: dict[str, tuple[Loss, Any, str]] = {
+    "masked": (masked, labelled, UNMASKED),
+    "smooth": (functools.partial(masked, label_smoothing=0.1), labelled, UNMASKED),
+    "regulariser": (lambda m, b: masked(m, b) + 0.1 * squares(m), labelled, UNMASKED),
+    "shifted": (
+        lambda m, b: ce(m(b["x"])[:, :-1], b["labels"][:, 1:]),
+        labelled,
+        f"{UNMASKED}, without the first",
+    ),
+    "in a tuple": (
+        lambda m, b: ce(m(b[0]), b[1]),
+        lambda: (*labelled().values(),),
+        "entries of `batch[1]` that are not -100",
+    ),
+    "another key": (
+        lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["tags"]),
+        lambda: labelled(key="tags"),
+        "entries of `tags` that are not",
+    ),
+    **{
+        f"ignored {i}": (
+            functools.partial(masked, ignore_index=i),
+            functools.partial(labelled, i),
+            NOT.format(i),
+        )
+        for i in (0, -1, 7)
+    },
+    "masked by comparison": (masked_by_comparison, lambda: labelled(5), NOT.format(5)),
+    "bool mask": (
+        lambda m, b: weighted_mean(ce(m(b["x"]), b["x"], reduction="none"), b["mask"]),
+        padded,
+        PADDED,
+    ),
+    "packed sequences": (packed_sequences, padded, PADDED),
+    "shifted float mask": (
+        shifted_mask,
+        float_mask,
+        "sum of `mask`, without the first|entries of `x` that are not 0",
+    ),
+    "mean per sequence": (mean_per_sequence, labelled, BY_SAMPLES),
+    "sum": (functools.partial(masked, reduction="sum"), labelled, "summed"),
+    "class weights": (
+        functools.partial(masked, weight=OF_TOKENS),
+        labelled,
+        "class weights at `labels`",
+    ),
+    "perplexity": (lambda m, b: masked(m, b).exp(), labelled, REFUSED),
+    "two means": (two_means_of_different_things, labelled, REFUSED),
+    "time first": (
+        lambda m, b: ce(m(b["x"].T), b["x"].T),
+        lambda: {"x": ids().T.contiguous()},
+        REFUSED,
+    ),
+    "packed in one row": (
+        lambda m, b: ce(m(b["x"]), b["x"]),
+        lambda: {"x": ids().view(1, -1)},
+        "one sample",
+    ),
+    "packed with offsets": (
+        packed_with_offsets,
+        lambda: {"x": ids().flatten(), "starts": torch.arange(0, 43, 6)},
+        REFUSED,
+    ),
+    "gather of targets": (
+        lambda m, b: ce(m(b["x"]).mean(1)[b["at"]], b["x"][b["at"], 0]),
+        lambda: {"x": ids(), "at": torch.arange(SAMPLES)},
+        REFUSED,
+    ),
+    "gather in each sample": (
+        gather_in_each_sample,
+        lambda: {"x": ids(), "at": torch.randint(TOKENS, (SAMPLES, 2))},
+        BY_SAMPLES,
+    ),
+    "ctc": (ctc, padded, BY_SAMPLES),
+}
+VECTOR_KINDS: dict[str, tuple[Loss, Any, str]] = {
+    "mse": (mse, regression, BY_SAMPLES),
+    "kl": (kl_batch_mean, regression, BY_SAMPLES),
+    "gradient penalty": (gradient_penalty, regression, BY_SAMPLES),
+    "huber in a tuple": (
+        lambda m, b: F.huber_loss(m(b[0]), b[1]),
+        lambda: (*regression().values(),),
+        BY_SAMPLES,
+    ),
+    "squares": (lambda m, b: mse(m, b, reduction="sum"), regression, "summed"),
+    "over a constant": (lambda m, b: errors(m, b).sum() / 32, regression, "summed"),
+    "rmse": (lambda m, b: mse(m, b).sqrt(), regression, REFUSED),
+    "worst sample": (lambda m, b: errors(m, b).mean(1).max(), regression, REFUSED),
+    "ratio": (lambda m, b: errors(m, b).sum() / b["y"].square().sum(), regression, REFUSED),
+    "sample weights": (sample_weights, weighted, "sum of `w`"),
+    "mean of weighted errors": (mean_of_weighted_errors, weighted, BY_SAMPLES),
+    "classification": (classification, classes, BY_SAMPLES),
+    "one-dimensional": (classification, partly_labelled, "entries of `y` that are not -100"),
+    "weights of classes": (
+        lambda m, b: ce(m(b["x"]), b["y"], weight=OF_CLASSES),
+        classes,
+        "class weights at `y`",
+    ),
+    **{
+        f"weights in a batch of {n}": (
+            lambda m, b: ce(m(b["x"]), b["y"], weight=b["weight"]),
+            functools.partial(classes, n, weight=OF_CLASSES),
+            "class weights at `y`",
+        )
+        for n in (CLASSES, SAMPLES)  # as many as classes, and not
+    },
+    "leading size one": (
+        lambda m, b: (m(b["x"]) * b["scale"] - b["y"]).square().mean(),
+        lambda: regression(scale=torch.randn(1, CLASSES).double()),
+        BY_SAMPLES,
+    ),
+    "fewer names": (mse, lambda: regression(names=["a", "b"]), FEWER),
+    "multi-label": (
+        lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["y"]),
+        lambda: regression(y=torch.rand(SAMPLES, CLASSES).round().double()),
+        BY_SAMPLES,
+    ),
+    **{
+        f.__name__: (f, regression, REFUSED)
+        for f in (contrastive, variance_of_the_batch, load_balancing, mixup)
+    },
+    # Those that two samples alone do not show.
+    "missing targets": (known_errors, with_gaps, "entries of `y` that are not NaN"),
+    "padded series": (series_padded_with_zeros, series, "vectors of `x` that are not 0"),
+    "dice": (dice, classes, REFUSED),
+    "triplets": (triplets, classes, REFUSED),
+    "triplets beside": (lambda m, b: classification(m, b) + triplets(m, b), classes, REFUSED),
+    "hardest samples": (hardest_samples, regression, REFUSED),
+    "mixup by python": (lambda m, b: mixup(m, b, shuffled), regression, REFUSED),
+    "under a margin": (lambda m, b: F.relu(m(b["x"]).abs().mean() - 100), regression, REFUSED),
+}
+KINDS: dict[str, Kind] = {
+    **{name: Kind(*kind, Tokens) for name, kind in TOKEN_KINDS.items()},
+    **{name: Kind(*kind, vectors) for name, kind in VECTOR_KINDS.items()},
+    "variational": Kind(variational, regression, BY_SAMPLES, autoencoder),
+    "momentum contrast": Kind(momentum_contrast, regression, REFUSED, WithQueue),
+    "spectral norm": Kind(mse, regression, REFUSED, spectral_norm),
+}
 
 
 # Models of Hugging Face
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 16,
-}
-_GPT2: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "n_embd": 8,
-    "n_layer": 1,
-    "n_head": 2,
-    "n_positions": 16,
-}
-_XLM = {"emb_dim": 8, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 16}
-_VIT: dict[str, Any] = {
-    "image_size": 4,
-    "patch_size": 2,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
+_LAYERS: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+_LAYERS |= {"intermediate_size": 16}
+SMALL = _LAYERS | {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+_GPT2: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+_GPT2 |= {"vocab_size": VOCABULARY}
+_XLM: dict[str, Any] = {"emb_dim": 8, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 16}
+_XLM |= {"n_words": VOCABULARY}
+_XLNET: dict[str, Any] = {"d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 16}
+_T5: dict[str, Any] = {"d_model": 8, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 2}
+_T5 |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+_VIT = _LAYERS | {"image_size": 4, "patch_size": 2}
 
 
 def hugging_face(name: str, **config: Any) -> nn.Module:
@@ -617,8 +531,7 @@ def encoder_decoder() -> nn.Module:
 
 def vision_encoder_decoder() -> nn.Module:
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        transformers.ViTConfig(**_VIT),
-        transformers.GPT2Config(**_GPT2, add_cross_attention=True),
+        transformers.ViTConfig(**_VIT), transformers.GPT2Config(**_GPT2, add_cross_attention=True)
     )
     config.pad_token_id = config.decoder_start_token_id = 0
     return transformers.VisionEncoderDecoderModel(config=config)
@@ -634,101 +547,50 @@ def llava() -> nn.Module:
     return transformers.LlavaForConditionalGeneration(config)
 
 
-PLAIN = r"entries of `labels` that are not -100, proven"
-SHIFTED = r"entries of `labels` that are not -100, without the first of each sample, proven"
-MODELS: dict[str, tuple[Any, Any, str]] = {
-    "Bert": (lambda: hugging_face("BertForMaskedLM", **SMALL), text, PLAIN),
-    "BertTagging": (
-        lambda: hugging_face("BertForTokenClassification", **SMALL, num_labels=13),
-        text,
-        PLAIN,
-    ),
-    "GPT2": (lambda: hugging_face("GPT2LMHeadModel", **_GPT2), text, SHIFTED),
-    "Llama": (lambda: hugging_face("LlamaForCausalLM", **SMALL), text, SHIFTED),
-    "XLNet": (
-        lambda: hugging_face(
-            "XLNetLMHeadModel", vocab_size=VOCABULARY, d_model=8, n_layer=1, n_head=2, d_inner=16
-        ),
-        text,
-        PLAIN,
-    ),
-    "XLM": (lambda: hugging_face("XLMWithLMHeadModel", n_words=VOCABULARY, **_XLM), text, PLAIN),
-    "Flaubert": (
-        lambda: hugging_face("FlaubertWithLMHeadModel", n_words=VOCABULARY, **_XLM),
-        text,
-        PLAIN,
-    ),
-    "T5": (
-        lambda: hugging_face(
-            "T5ForConditionalGeneration",
-            vocab_size=VOCABULARY,
-            d_model=8,
-            d_ff=16,
-            d_kv=4,
-            num_layers=1,
-            num_heads=2,
-            decoder_start_token_id=0,
-        ),
-        text,
-        PLAIN,
-    ),
-    "EncoderDecoder": (encoder_decoder, text, PLAIN),
-    "VisionEncoderDecoder": (vision_encoder_decoder, images_and_text, PLAIN),
-    "Llava": (llava, llava_batch, SHIFTED),
-}
-
-
 def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
     return model(**batch).loss
 
 
-for _name, (_make, _batch, _expected) in MODELS.items():
-    KINDS[_name] = Kind(loss_of_model, _batch, _expected, _make)
-
-
-def only(size: Any, **settings: Any) -> MemSaveCallback:
-    details = {n: settings.pop(n) for n in ("loss_weight", "split_batch") if n in settings}
-    if details:
-        size = MicroBatching("halve" if size == "auto" else size, **details)
-    off = ("activation_checkpointing", "optimizer", "precision", "chunked_cross_entropy")
-    return MemSaveCallback(
-        **{
-            **dict.fromkeys((*off, "optimizer_in_backward", "low_precision_weights", "attention")),
-            "micro_batch_size": size,
-            "report": False,
-            "predict": False,
-            **settings,
-        }
-    )
+PLAIN = f"{UNMASKED}, proven"
+SHIFTED = f"{UNMASKED}, without the first of each sample, proven"
+OF_TEXT: dict[str, tuple[dict[str, Any], str]] = {
+    "BertForMaskedLM": (SMALL, PLAIN),
+    "BertForTokenClassification": (SMALL | {"num_labels": 13}, PLAIN),
+    "GPT2LMHeadModel": (_GPT2, SHIFTED),
+    "LlamaForCausalLM": (SMALL, SHIFTED),
+    "XLNetLMHeadModel": (_XLNET | {"vocab_size": VOCABULARY}, PLAIN),
+    "XLMWithLMHeadModel": (_XLM, PLAIN),
+    "FlaubertWithLMHeadModel": (_XLM, PLAIN),
+    "T5ForConditionalGeneration": (_T5, PLAIN),
+}
+MODELS: dict[str, Kind] = {
+    **{
+        name: Kind(loss_of_model, text, expected, functools.partial(hugging_face, name, **config))
+        for name, (config, expected) in OF_TEXT.items()
+    },
+    "EncoderDecoder": Kind(loss_of_model, text, PLAIN, encoder_decoder),
+    "VisionEncoderDecoder": Kind(loss_of_model, images_and_text, PLAIN, vision_encoder_decoder),
+    "Llava": Kind(loss_of_model, llava_batch, SHIFTED, llava),
+}
+KINDS |= MODELS
 
 
 def row(callback: MemSaveCallback) -> Any:
-    return next(row for row in callback.rows if row.name == "micro_batch_size")
+    return rows_of(callback)["micro_batch_size"]
 
 
-def loader_of(batches: Any) -> DataLoader[Any]:
-    return DataLoader(batches, batch_size=None)
-
-
-def train(
-    model: nn.Module, batches: list[Any], loss_of: Loss, *callbacks: Any
-) -> list[list[Tensor]]:
+def train(model: nn.Module, batches: list[Any], loss_of: Loss, *callbacks: Any) -> Any:
     """The gradient of each batch; the model never changes."""
-    lit, seen = make_lit(model=model), []
+    return gradients_of(model, batches, loss_of, *callbacks, logs=False)[0]
 
-    def keep_gradients(self, optimizer):
-        seen.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained])
 
-    cls = type(lit)
-    cls.training_step = lambda self, batch, batch_idx: loss_of(self.model, batch)
-    cls.validation_step = lambda self, batch, batch_idx: None
-    cls.on_before_optimizer_step = keep_gradients
-    cls.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=0.0)
-    cls.on_fit_start = lambda self: trained.extend(self.parameters())
-    cls.train_dataloader = lambda self: loader_of(batches)
-    trained: list[Any] = []
-    fit(lit.double(), *callbacks, limit_val_batches=0)
-    return seen
+def assert_proven(
+    batches: Any, model: nn.Module, loss_of: Loss, callback: Any, details: str, *, ours: Any = None
+) -> None:
+    """The gradients are those of whole batches, and the row says what proves it."""
+    truth = train(model, batches, loss_of)
+    assert difference(train(model, batches, ours or loss_of, callback), truth) < 1e-11
+    assert details in " ".join(row(callback).details)
 
 
 def difference(first: list[list[Tensor]], second: list[list[Tensor]]) -> float:
@@ -739,14 +601,6 @@ def difference(first: list[list[Tensor]], second: list[list[Tensor]]) -> float:
     return float((ours - truth).norm() / truth.norm())
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or name == "p"):
-                setattr(module, name, 0.0)
-    return model
-
-
 @pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_the_gradient_of_the_whole_batch_or_a_refusal(name):
@@ -755,7 +609,7 @@ def test_the_gradient_of_the_whole_batch_or_a_refusal(name):
     batches, model = [each.make_batch()], without_dropout(each.make_model()).train()
     truth = train(model, batches, each.loss_of)
     callback = only(3)  # of 7 samples: 3, 3 and 1
-    if each.expected in (REFUSED, "have different numbers of samples"):
+    if each.expected in (REFUSED, FEWER):
         with pytest.raises(IncompatibleError, match=r"loss_weight=|split_batch=") as caught:
             train(model, batches, each.loss_of, callback)
         assert each.expected == REFUSED or each.expected in str(caught.value)
@@ -764,17 +618,12 @@ def test_the_gradient_of_the_whole_batch_or_a_refusal(name):
     # Hugging Face computes the loss of causal models in float32.
     assert difference(ours, truth) < (1e-6 if name in MODELS else 1e-11)
     if each.expected != "one sample":
-        assert any(text in row(callback).details[1] for text in each.expected.split("|")), row(
-            callback
-        )
-
-
-def test_there_are_enough_kinds():
-    assert len(KINDS) >= 40
+        found = row(callback)
+        assert any(text in found.details[1] for text in each.expected.split("|")), found
 
 
 def dropout_batches() -> list[Any]:
-    return [regression() | {"extra": torch.ones(SAMPLES)} for _ in range(3)]
+    return [regression(extra=torch.ones(SAMPLES)) for _ in range(3)]
 
 
 class Counting(nn.Module):
@@ -784,7 +633,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = with_dropout()
+        self.model = vectors(nn.Dropout)
         self.register_buffer("mean", torch.zeros(()).double())
         self.register_buffer("seen", torch.zeros(()), persistent=False)
         self.metric = torchmetrics.MeanMetric()
@@ -857,7 +706,7 @@ class TestTheProof:
             assert all(torch.equal(a, b) for x, y in same for a, b in zip(x, y, strict=True))
 
     def test_logs_nothing(self):
-        lit, logged = make_lit(model=vectors()), []
+        logged: list[Any] = []
 
         class Logger(CSVLogger):
             def log_metrics(self, metrics, step=None):
@@ -868,13 +717,13 @@ class TestTheProof:
             self.log(f"of {len(batch['x'])}", 1.0)
             return F.mse_loss(self.model(batch["x"]), batch["y"])
 
-        cls = type(lit)
-        cls.training_step = training_step
-        cls.validation_step = lambda self, batch, batch_idx: None
-        cls.train_dataloader = lambda self: loader_of(dropout_batches())
-        result = fit(
-            lit.double(), only("auto"), logger=Logger("."), log_every_n_steps=1, max_steps=1
+        lit = make_lit(
+            model=vectors().double(),
+            training_step=training_step,
+            validation_step=no_step,
+            train_dataloader=lambda self: loader_of(dropout_batches()),
         )
+        result = fit(lit, only("auto"), logger=Logger("."), log_every_n_steps=1, max_steps=1)
         assert logged == [(0, ["own"]), (0, ["epoch", f"of {SAMPLES}"])]
         assert list(result[2].callback_metrics) == [f"of {SAMPLES}"]
 
@@ -910,11 +759,12 @@ class TestTheProof:
         """Autocast and half-precision weights would hide the difference between two weightings."""
         callback = only("auto", precision="bf16-mixed")
         torch.manual_seed(0)
-        lit = make_lit(model=hugging_face("GPT2LMHeadModel", **_GPT2))
-        cls = type(lit)
-        cls.training_step = lambda self, batch, batch_idx: self.model(**batch).loss
-        cls.validation_step = lambda self, batch, batch_idx: None
-        cls.train_dataloader = lambda self: loader_of([text()])
+        lit = make_lit(
+            model=hugging_face("GPT2LMHeadModel", **_GPT2),
+            training_step=lambda self, batch, batch_idx: self.model(**batch).loss,
+            validation_step=no_step,
+            train_dataloader=lambda self: loader_of([text()]),
+        )
         fit(lit, callback)
         assert SHIFTED in row(callback).details[1]
 
@@ -949,40 +799,21 @@ class TestTheProof:
             def forward(self, ids: Tensor) -> Tensor:
                 return super().forward(ids) * 1e-3
 
-        def loss_of(model, batch):
-            losses = F.cross_entropy(
-                flat(model(batch["x"])[:, :-1]), batch["x"][:, 1:].flatten(), reduction="none"
-            )
-            mask = batch["mask"][:, 1:].flatten()
-            return (losses * mask).sum() / mask.sum()
-
         batch = float_mask()
         batch["mask"][:, 0] = (torch.arange(SAMPLES) % 2).double()
         batch["x"][:, 0] = 1
-        callback = only(2)
         torch.manual_seed(0)
-        model = Uniform()
-        truth = train(model, [batch], loss_of)
-        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
-        assert "without the first of each sample" in row(callback).details[1]
+        proven = "without the first of each sample"
+        assert_proven([batch], Uniform(), shifted_mask, only(2), proven)
 
     def test_is_repeated_where_a_later_batch_tells_more(self):
         """In the first batch no label is left out: samples and tokens are the same."""
         torch.manual_seed(3)
         full = {"x": ids(), "labels": ids()}
-        batches, model = [full, labelled(), labelled()], Tokens()
-        truth = train(model, batches, masked)
-        callback = only(3)
-        assert difference(train(model, batches, masked, callback), truth) < 1e-11
-        assert "of `labels` that are not -100" in row(callback).details[1]
-
-    def test_is_repeated_where_a_later_batch_has_padding(self):
-        full, model = series() | {"x": torch.randn(SAMPLES, TOKENS, WIDTH).double()}, vectors()
-        batches = [full, series()]
-        truth = train(model, batches, series_padded_with_zeros)
-        callback = only(3)
-        assert difference(train(model, batches, series_padded_with_zeros, callback), truth) < 1e-11
-        assert "vectors of `x` that are not 0" in row(callback).details[1]
+        assert_proven([full, labelled(), labelled()], Tokens(), masked, only(3), UNMASKED)
+        full = series() | {"x": torch.randn(SAMPLES, TOKENS, WIDTH).double()}
+        loss_of, proven = series_padded_with_zeros, "vectors of `x` that are not 0"
+        assert_proven([full, series()], vectors(), loss_of, only(3), proven)
 
     def test_names_what_a_micro_batch_changes_for_the_next(self):
         with pytest.raises(IncompatibleError, match="such as a queue or running statistics"):
@@ -1004,13 +835,8 @@ class TestTheProof:
     def test_says_what_no_batch_tells_apart(self):
         """All samples have the same loss, whatever it is the mean over."""
 
-        def loss_of(model, batch):
-            return sum(p.square().sum() for p in model.parameters())
-
-        callback, model = only(3), Tokens()
-        truth = train(model, [labelled()] * 2, loss_of)
-        assert difference(train(model, [labelled()] * 2, loss_of, callback), truth) < 1e-11
-        assert "its samples cannot tell this from losses that are" in row(callback).details[2]
+        proven = "its samples cannot tell this from losses that are"
+        assert_proven([labelled()] * 2, Tokens(), lambda m, b: squares(m), only(3), proven)
 
     def test_refuses_a_later_batch_that_disproves_it(self):
         batches = [{"x": ids(), "labels": ids()}, labelled()]
@@ -1053,11 +879,7 @@ class TestTheProof:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
             return masked(model, batch)
 
-        batch, model = labelled(), Tokens()
-        truth = train(model, [batch], masked)
-        callback = only(2)
-        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
-        assert "entries of `labels` that are not -100" in row(callback).details[1]
+        assert_proven([labelled()], Tokens(), masked, only(2), UNMASKED, ours=loss_of)
         assert sizes[-len(tried) :] == tried
 
     def test_with_two_samples_still_sees_state_that_is_carried(self):
@@ -1075,14 +897,14 @@ class TestTheProof:
 
 
 class TestAuto:
-    @pytest.mark.parametrize("name", ["contrastive", "another_number_of_names", "rmse"])
+    @pytest.mark.parametrize("name", ["contrastive", "fewer names", "rmse"])
     def test_yields_at_the_first_batch_and_says_why(self, name):
         each, callback = KINDS[name], only("auto")
         truth = train(model := each.make_model(), [batch := each.make_batch()] * 2, each.loss_of)
         ours = train(model, [batch] * 2, each.loss_of, callback)
         assert difference(ours, truth) == 0
         assert row(callback).status == "off"
-        reasons = ("its loss cannot be split", "have different numbers of samples")
+        reasons = ("its loss cannot be split", FEWER)
         assert any(reason in row(callback).details[0] for reason in reasons)
 
     def test_out_of_memory_ends_the_fit_where_it_yielded(self):
@@ -1102,7 +924,7 @@ class TestAuto:
 
         batch, model = labelled(), Tokens()
         truth = train(model, [batch], masked)
-        with pytest.warns(MemsaveWarning, match="entries of `labels` that are not -100") as caught:
+        with pytest.warns(MemsaveWarning, match=UNMASKED) as caught:
             ours = train(model, [batch], loss_of, only("auto"))
         assert difference(ours, truth) < 1e-11
         (said,) = [str(w.message) for w in caught if w.category is MemsaveWarning]
@@ -1149,32 +971,33 @@ class TestFunctionsOfTheUsers:
         with pytest.raises(ConfigurationError, match="that are finite"):
             train(vectors(), batches, sample_weights, callback)
 
-    def test_loss_weight_that_is_wrong_is_refused(self):
-        callback = only(3, loss_weight=lambda part: len(part["x"]) ** 2)
-        match = "not the mean with the weights of `loss_weight=<lambda>`"
+    @pytest.mark.parametrize(
+        ("given", "name", "match"),
+        [
+            (lambda part: len(part["x"]) ** 2, "mse", "weights of `loss_weight=<lambda>`"),
+            ("samples", "masked", r"loss_weight='samples'.*`MicroBatching\(loss_weight="),
+        ],
+    )
+    def test_loss_weight_that_is_wrong_is_refused(self, given, name, match):
+        each = KINDS[name]
         with pytest.raises(IncompatibleError, match=match):
-            train(vectors(), [regression()], mse, callback)
+            train(each.make_model(), [each.make_batch()], each.loss_of, only(3, loss_weight=given))
 
     def test_split_batch_and_loss_weight(self):
+        """Of batches that have no number of samples, weighted by anything."""
+
         def split(batch: Any, size: int) -> list[Any]:
-            return [
-                SimpleNamespace(**{k: v[i : i + size] for k, v in vars(batch).items()})
-                for i in range(0, len(batch.x), size)
-            ]
+            parts = zip(*(each.split(size) for each in vars(batch).values()), strict=True)
+            return [SimpleNamespace(**dict(zip(vars(batch), part, strict=True))) for part in parts]
 
-        batch, model = SimpleNamespace(**regression()), vectors()
-
-        def loss_of(model, batch):
-            return F.mse_loss(model(batch.x), batch.y)
-
-        callback = only(3, split_batch=split, loss_weight=lambda part: len(part.x))
-        truth = train(model, [batch], loss_of)
-        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
+        callback = only(3, split_batch=split, loss_weight=lambda part: part.w.sum())
+        loss_of = lambda model, batch: sample_weights(model, vars(batch))  # noqa: E731
+        assert_proven([SimpleNamespace(**weighted())], vectors(), loss_of, callback, "loss_weight")
 
 
 class TestBatchNorm:
     def make(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES))
+        return vectors(lambda: nn.BatchNorm1d(16))
 
     def test_is_approximate(self):
         callback = only(3)
@@ -1192,8 +1015,5 @@ class TestBatchNorm:
         assert "batch normalisation" in row(callback).details[0]
 
     def test_of_a_model_that_is_built_late(self):
-        lit = make_lit(model=vectors())
-        lit_model = self.make()
-        type(lit).configure_model = lambda self: setattr(self, "model", lit_model)
         with pytest.raises(IncompatibleError, match="exactness='rounding'"):
-            fit(lit, only(3, exactness="rounding"))
+            fit(late(make_lit(model=self.make())), only(3, exactness="rounding"))

@@ -1,6 +1,5 @@
 """What keeps more from step to step is named once, with what to type; nothing else is."""
 
-import importlib
 import json
 import logging
 import random
@@ -21,7 +20,14 @@ from lightning_memsave.callbacks import memory_growth
 from lightning_memsave.callbacks.memory_growth import Floor
 from lightning_memsave.measure.allocator import allocated_bytes
 from tests import helpers
-from tests.callbacks.lit import PACKAGES, make_trainer
+from tests.callbacks.lit import (
+    LIGHTNING,
+    PACKAGES,
+    callback_with,
+    loader_of,
+    make_lit,
+    make_trainer,
+)
 from tests.helpers import return_free_memory
 
 WIDTH = 256
@@ -73,40 +79,35 @@ class Lengths(DataLoader[Tensor]):
         super().__init__([torch.randn(n, WIDTH) for n in sizes], batch_size=None)  # type: ignore[arg-type]
 
 
-def make(
-    keep: Any = None, package: Any = PACKAGES["lightning"], depth: int = 0, **attributes: Any
-) -> Any:
-    class Lit(package.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-            self.losses: list[Any] = []
-            for name, value in attributes.items():
-                setattr(self, name, value)
+def make(keep: Any = None, package: Any = LIGHTNING, depth: int = 0, **attributes: Any) -> Any:
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.model.net(batch).relu()
+        loss: Tensor = self.model.head(hidden).square().mean()
+        for _ in range(depth):
+            loss = loss + 0
+        self.log("loss", loss)
+        if keep is not None:
+            keep(self, hidden, loss)
+        return loss
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            hidden = self.net(batch).relu()
-            loss = self.head(hidden).square().mean()
-            for _ in range(depth):
-                loss = loss + 0
-            self.log("loss", loss)
-            if keep is not None:
-                keep(self, hidden, loss)
-            return loss
-
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.log("val_loss", self.head(self.net(batch)).mean())
-
-        def val_dataloader(self) -> Any:
-            return DataLoader(torch.randn(64, WIDTH), batch_size=32)  # type: ignore[arg-type]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    return Lit()
+    layers = {"net": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, 1)}
+    lit = make_lit(
+        package,
+        nn.ModuleDict(layers),
+        __module__=__name__,  # whose lists are looked at
+        training_step=training_step,
+        validation_step=lambda self, batch, batch_idx: self.log(
+            "val_loss", self.model.head(self.model.net(batch)).mean()
+        ),
+        val_dataloader=lambda self: loader_of([*torch.randn(2, 32, WIDTH)]),
+    )
+    lit.losses = []
+    for name, value in attributes.items():
+        setattr(lit, name, value)
+    return lit
 
 
-def fit(lit: Any, *callbacks: Any, package: Any = PACKAGES["lightning"], **settings: Any) -> Any:
+def fit(lit: Any, *callbacks: Any, package: Any = LIGHTNING, **settings: Any) -> Any:
     """Fit with batches of `Lengths`; returns the notes of the summary."""
     # On a GPU 96 steps are enough; memory of a process is rounded, which may need twice as many.
     few = 100 if settings.get("accelerator") == "gpu" else 200
@@ -131,7 +132,7 @@ def in_a_list(lit: Any, hidden: Tensor, loss: Tensor) -> None:
 
 def auxiliary_loss(lit: Any, hidden: Tensor, loss: Tensor) -> None:
     """Its graph is never freed, as it goes into no backward pass."""
-    lit.losses.append((lit.net(hidden.detach().repeat(4, 1)).exp() * 2).mean())
+    lit.losses.append((lit.model.net(hidden.detach().repeat(4, 1)).exp() * 2).mean())
 
 
 def loss_with_graph(lit: Any, hidden: Tensor, loss: Tensor) -> None:
@@ -198,19 +199,18 @@ def test_says_where_to_look_if_no_attribute_leads_to_it(
 @ON_BOTH
 @pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_names_a_callback_and_a_logger(accelerator: str, package: Any, said: Any) -> None:
-    class Collector(package.Callback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.seen: dict[str, list[Tensor]] = {"train": []}
+    def collect(self, *args):
+        self.seen["train"].append(args[3].repeat(4, 1))  # the batch
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.seen["train"].append(batch.repeat(4, 1))
+    collector = callback_with(package, "Collector", on_train_batch_end=collect)
+    collector.seen = {"train": []}
 
-    class Keeping(importlib.import_module(f"{package.__name__}.loggers").CSVLogger):  # type: ignore[misc]
+    class Keeping(package.loggers.CSVLogger):  # type: ignore[misc]
         def log_metrics(self, metrics, step=None):
             self.kept = [*getattr(self, "kept", []), torch.ones(100_000, device=lit.device)]
 
     lit = make(package=package)
-    (note,) = fit(lit, Collector(), package=package, accelerator=accelerator)
+    (note,) = fit(lit, collector, package=package, accelerator=accelerator)
     assert "`Collector.seen` keeps " in note
     lit = make(package=package)
     logged = {"logger": Keeping("."), "log_every_n_steps": 1}
@@ -275,7 +275,7 @@ def test_training_is_the_same_bit_for_bit() -> None:
     for monitors in ([], [GPUMemoryMonitor(print_summary=False)]):
         torch.manual_seed(0)
         lit = make(auxiliary_loss)
-        trainer = make_trainer(PACKAGES["lightning"], *monitors)
+        trainer = make_trainer(LIGHTNING, *monitors)
         trainer.fit(lit, Lengths())
         weights.append(list(lit.parameters()))
         assert len(lit.losses) == 100
@@ -284,7 +284,7 @@ def test_training_is_the_same_bit_for_bit() -> None:
 
 def test_memsave_callback_finds_it_too(said: Any) -> None:
     lit, callback = make(outputs), MemSaveCallback(preset="off", predict=False)
-    make_trainer(PACKAGES["lightning"], callback).fit(lit, Lengths(180))
+    make_trainer(LIGHTNING, callback).fit(lit, Lengths(180))
     (note,) = json.loads(Path("memsave_report.json").read_text())["measured"]["notes"]
     assert said() == [note]
 

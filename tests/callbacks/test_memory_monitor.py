@@ -1,4 +1,5 @@
 import copy
+import functools
 import importlib
 import io
 import json
@@ -28,14 +29,11 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlReading
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.units import GIB
+from tests.callbacks import lit
+from tests.callbacks.lit import callback_with, no_step
 
 NUM_SAMPLES, BATCH_SIZE = 40, 4
 NUM_PARAMETERS = 64 * 256 + 256 + 256 + 1
-
-
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def package(request):
-    return importlib.import_module(request.param)
 
 
 @pytest.fixture
@@ -53,31 +51,22 @@ def counted(monkeypatch):
 
 
 def validation_step(self, batch, batch_idx):
-    self.layers(batch[0])
+    self.model(batch[0])
 
 
 def make_module(package, **attributes):
-    class Module(package.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(
-                nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 1)
-            )
-            self.losses = []
+    def training_step(self, batch, batch_idx):
+        loss = self.model(batch[0]).pow(2).mean()
+        self.losses.append(loss.detach())
+        self.log("loss", loss)
+        return loss
 
-        def training_step(self, batch, batch_idx):
-            loss = self.layers(batch[0]).pow(2).mean()
-            self.losses.append(loss.detach())
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
-
-    for name, value in attributes.items():
-        setattr(Module, name, value)
-    return Module()
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 1)
+    methods = {"training_step": training_step, "validation_step": no_step} | attributes
+    module = lit.make_lit(package, nn.Sequential(*layers), **methods)
+    module.losses = []
+    return module
 
 
 def loader():
@@ -86,12 +75,13 @@ def loader():
     return DataLoader(samples, batch_size=BATCH_SIZE)
 
 
-def make_trainer(package, *callbacks, **arguments):
-    quiet = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
-    )
-    settings = {"max_epochs": 1, "log_every_n_steps": 1, "accelerator": "cpu", "devices": 1}
-    return package.Trainer(callbacks=list(callbacks), **(settings | quiet | arguments))
+make_trainer = functools.partial(lit.make_trainer, log_every_n_steps=1)
+
+
+def fit(package, *callbacks, module=None, **arguments):
+    module, trainer = module or make_module(package), make_trainer(package, *callbacks, **arguments)
+    trainer.fit(module, loader(), loader())
+    return trainer
 
 
 def loggers(package, path):
@@ -121,28 +111,23 @@ def logged_rows(logger):
 
 def test_logs_to_every_logger_at_the_right_steps(package, tmp_path):
     csv, memory = loggers(package, tmp_path)
-    trainer = make_trainer(package, GPUMemoryMonitor(3), logger=[csv, memory], max_epochs=2)
-    trainer.fit(make_module(package), loader())
+    trainer = fit(package, GPUMemoryMonitor(3), logger=[csv, memory], max_epochs=2)
     rows = logged_rows(csv)
     assert [int(row["step"]) for row in rows] == [2, 5, 8, 11, 14, 17]
     assert [step for step, _ in memory.monitored] == [2, 5, 8, 11, 14, 17]
     assert [step for step, _ in memory.others] == list(range(20))  # Lightning's own metrics
     for row, (_, metrics) in zip(rows, memory.monitored, strict=True):
-        assert {key for key, value in row.items() if key.startswith("memory/") and value} == (
-            metrics.keys()
-        )
+        found = {key for key, value in row.items() if key.startswith("memory/") and value}
+        assert found == metrics.keys() <= documented_keys()
+    assert trainer.callback_metrics.keys() == {"loss"}
 
 
 def test_values_on_cpu(package, tmp_path):
     memory = loggers(package, tmp_path)[1]
-    trainer = make_trainer(package, GPUMemoryMonitor(1), logger=memory)
-    trainer.fit(make_module(package), loader())
+    fit(package, GPUMemoryMonitor(1), logger=memory)
     _, metrics = memory.monitored[-1]
-    assert metrics.keys() == {
-        "memory/live_gib",
-        "memory/peak_live_gib",
-        "memory/host_rss_gib",
-    }
+    names = ("live_gib", "peak_live_gib", "host_rss_gib")
+    assert metrics.keys() == {f"memory/{name}" for name in names}
     # After a step: parameters, gradients, two moments, and less than a kB of steps and losses; at
     # its peak at least one temporary of the optimizer besides, as large as the first weight.
     state_bytes = 4 * 4 * NUM_PARAMETERS
@@ -153,39 +138,27 @@ def test_values_on_cpu(package, tmp_path):
     assert 0.05 < metrics["memory/host_rss_gib"] < 100
 
 
-def test_metrics_stay_out_of_callback_metrics(package, tmp_path):
-    trainer = make_trainer(package, GPUMemoryMonitor(1), logger=loggers(package, tmp_path)[1])
-    trainer.fit(make_module(package), loader())
-    assert trainer.callback_metrics.keys() == {"loss"}
-
-
 def test_accumulated_batches_are_one_step(package, tmp_path, counted):
     memory = loggers(package, tmp_path)[1]
     monitor = GPUMemoryMonitor(4)
-    trainer = make_trainer(package, monitor, logger=memory, accumulate_grad_batches=2)
-    trainer.fit(make_module(package), loader())
+    fit(package, monitor, logger=memory, accumulate_grad_batches=2)
     assert [step for step, _ in memory.monitored] == [3]
     assert counted == [0, 1, 2, 3, 6, 7]  # two batches each of the first two steps and the fourth
     assert monitor.summary.num_steps == 5
-
-
-def test_counts_the_first_two_steps_and_the_logged_ones(package, counted):
-    make_trainer(package, GPUMemoryMonitor(5)).fit(make_module(package), loader())
+    counted.clear()
+    fit(package, GPUMemoryMonitor(5))
     assert counted == [0, 1, 4, 9]
 
 
-@pytest.mark.parametrize("accumulate_grad_batches", [1, 3])
-def test_training_is_the_same_bit_for_bit(package, accumulate_grad_batches):
+@pytest.mark.parametrize("window", [1, 3])
+def test_training_is_the_same_bit_for_bit(package, window):
     modules = []
     for callbacks in ([], [GPUMemoryMonitor(2)]):
-        module = make_module(package)
-        trainer = make_trainer(
-            package, *callbacks, accumulate_grad_batches=accumulate_grad_batches, max_epochs=2
-        )
+        modules.append(make_module(package))
+        trainer = make_trainer(package, *callbacks, accumulate_grad_batches=window, max_epochs=2)
         data = loader()
         torch.manual_seed(2)
-        trainer.fit(module, data)
-        modules.append(module)
+        trainer.fit(modules[-1], data)
     plain, monitored = modules
     assert len(plain.losses) == 20
     assert all(map(torch.equal, plain.losses, monitored.losses))
@@ -194,8 +167,9 @@ def test_training_is_the_same_bit_for_bit(package, accumulate_grad_batches):
 
 def test_summary(package, capsys):
     monitor = GPUMemoryMonitor()
-    trainer = make_trainer(package, monitor, max_epochs=2)
-    trainer.fit(make_module(package, validation_step=validation_step), loader(), loader())
+    fit(
+        package, monitor, module=make_module(package, validation_step=validation_step), max_epochs=2
+    )
     summary = monitor.summary
     assert (summary.num_steps, summary.num_samples) == (20, 80)
     assert summary.by_category["parameter"] == 4 * NUM_PARAMETERS
@@ -218,22 +192,15 @@ def test_time_of_validation_is_left_out(package, monkeypatch):
 
     def training_step(self, batch, batch_idx):
         now[0] += 1
-        return self.layers(batch[0]).mean()
+        return self.model(batch[0]).mean()
 
     def validation_step(self, batch, batch_idx):
         now[0] += 100
 
     module = make_module(package, training_step=training_step, validation_step=validation_step)
     monitor = GPUMemoryMonitor()
-    make_trainer(package, monitor, max_epochs=2).fit(module, loader(), loader())
+    fit(package, monitor, module=module, max_epochs=2)
     assert monitor.summary.seconds == 20
-
-
-def test_prints_nothing_if_told_so(package, capsys):
-    monitor = GPUMemoryMonitor(print_summary=False)
-    make_trainer(package, monitor, max_steps=2).fit(make_module(package), loader())
-    assert "Memory of this fit" not in capsys.readouterr().out
-    assert monitor.summary.num_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -241,13 +208,14 @@ def test_prints_nothing_if_told_so(package, capsys):
     [({"fast_dev_run": 2}, 2), ({"max_steps": 3}, 3), ({"max_epochs": 0}, 0)],
     ids=str,
 )
-def test_short_fits(package, arguments, num_steps):
-    monitor = GPUMemoryMonitor(every_n_steps=1)
+def test_short_fits_and_nothing_is_printed_if_told_so(package, arguments, num_steps, capsys):
+    monitor = GPUMemoryMonitor(every_n_steps=1, print_summary=False)
     module = make_module(package, validation_step=validation_step)
-    make_trainer(package, monitor, **arguments).fit(module, loader(), loader())
+    fit(package, monitor, module=module, **arguments)
     summary = monitor.summary
     # With nothing to do Lightning never starts to train.
     assert (0 if summary is None else summary.num_steps) == num_steps
+    assert "Memory of this fit" not in capsys.readouterr().out
 
 
 def test_fit_twice_measures_twice(package, tmp_path):
@@ -278,35 +246,25 @@ def test_does_nothing_outside_fit(package, stage, counted):
     assert monitor.summary is None
 
 
-def test_exception_in_the_middle_of_a_step(package):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_exception_in_the_middle_of_a_step(package, capsys, error):
+    """An interrupted fit shows its summary; after an error, the traceback is what is to be seen."""
+
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
-            raise ZeroDivisionError
-        return self.layers(batch[0]).mean()
+            raise error
+        return self.model(batch[0]).mean()
 
     monitor = GPUMemoryMonitor()
     module = make_module(package, training_step=training_step)
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(package, monitor).fit(module, loader())
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        fit(package, monitor, module=module)
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
     assert monitor.summary.num_steps == 1
-    assert monitor.summary.notes == ("fit was ended by ZeroDivisionError",)
-
-
-@pytest.mark.parametrize("is_interrupted", [True, False])
-def test_an_interrupted_fit_shows_its_summary(package, capsys, is_interrupted):
-    """After an error, the traceback is what is to be seen."""
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 1:
-            raise KeyboardInterrupt if is_interrupted else ZeroDivisionError
-        return self.layers(batch[0]).mean()
-
-    module = make_module(package, training_step=training_step)
-    with pytest.raises(SystemExit if is_interrupted else ZeroDivisionError):
-        make_trainer(package, GPUMemoryMonitor()).fit(module, loader())
+    assert monitor.summary.notes == (f"fit was ended by {error.__name__}",)
     said = capsys.readouterr().out
+    is_interrupted = error is KeyboardInterrupt
     assert ("Memory of this fit" in said) == is_interrupted
     assert ("note: fit was ended by KeyboardInterrupt" in said) == is_interrupted
 
@@ -320,7 +278,7 @@ def test_batches_that_the_module_skips(package):
         on_train_epoch_end=lambda self: modes.append(torch._C._len_torch_dispatch_stack()),
     )
     monitor = GPUMemoryMonitor(1)
-    make_trainer(package, monitor, max_epochs=2).fit(module, loader())
+    fit(package, monitor, module=module, max_epochs=2)
     assert modes == [0, 0]
     assert monitor.summary.num_steps == 2
 
@@ -329,7 +287,7 @@ def test_manual_optimization_with_two_optimizers(package, tmp_path):
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
             optimizer.zero_grad()
-            self.manual_backward(self.layers(batch[0]).mean())
+            self.manual_backward(self.model(batch[0]).mean())
             optimizer.step()
 
     module = make_module(
@@ -337,13 +295,13 @@ def test_manual_optimization_with_two_optimizers(package, tmp_path):
         training_step=training_step,
         automatic_optimization=False,
         configure_optimizers=lambda self: [
-            torch.optim.SGD(self.layers[0].parameters(), lr=0.1, momentum=0.9),
-            torch.optim.AdamW(self.layers[3].parameters()),
+            torch.optim.SGD(self.model[0].parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(self.model[3].parameters()),
         ],
     )
     memory = loggers(package, tmp_path)[1]
     monitor = GPUMemoryMonitor(5)
-    make_trainer(package, monitor, logger=memory).fit(module, loader())
+    fit(package, monitor, module=module, logger=memory)
     assert [step for step, _ in memory.monitored] == [4, 9]
     assert monitor.summary.num_steps == 10
     first, last = 64 * 256 + 256, 256 + 1
@@ -352,10 +310,10 @@ def test_manual_optimization_with_two_optimizers(package, tmp_path):
 
 def test_compiled_modules_are_not_counted(package, tmp_path, counted):
     module = make_module(package)
-    module.layers[0] = torch.compile(module.layers[0], backend="eager")
+    module.model[0] = torch.compile(module.model[0], backend="eager")
     memory = loggers(package, tmp_path)[1]
     monitor = GPUMemoryMonitor(1)
-    make_trainer(package, monitor, logger=memory, max_steps=2).fit(module, loader())
+    fit(package, monitor, module=module, logger=memory, max_steps=2)
     assert counted == []
     assert monitor.summary.peak_bytes is None
     assert len(monitor.summary.notes) == 1
@@ -367,7 +325,7 @@ def test_the_second_monitor_does_nothing(package, tmp_path, caplog, monkeypatch)
     monkeypatch.setattr(logging.getLogger(package.__name__), "propagate", True)
     memory = loggers(package, tmp_path)[1]
     first, second = GPUMemoryMonitor(5), GPUMemoryMonitor(1)
-    make_trainer(package, first, second, logger=memory).fit(make_module(package), loader())
+    fit(package, first, second, logger=memory)
     assert [step for step, _ in memory.monitored] == [4, 9]
     assert first.summary is not None
     assert second.summary is None
@@ -383,17 +341,12 @@ def test_stands_alone_in_a_trainer_of_either_package(package):
 
 def test_copies_and_pickles_after_a_fit(package):
     monitor = GPUMemoryMonitor(7)
-    make_trainer(package, monitor, max_steps=1).fit(make_module(package), loader())
+    fit(package, monitor, max_steps=1)
     for name in ("log", "log_dict"):
         delattr(monitor, name)  # Lightning puts it there, bound to the module
     for other in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
         assert other.every_n_steps == 7
         assert other.summary == monitor.summary
-
-
-def test_repr_makes_an_equal_one():
-    monitor = eval(repr(GPUMemoryMonitor(7, print_summary=False)))
-    assert (monitor.every_n_steps, monitor.print_summary) == (7, False)
 
 
 def test_on_the_command_line_of_either_package(package):
@@ -405,6 +358,8 @@ def test_on_the_command_line_of_either_package(package):
     monitor = instantiate(parser.parse_args(arguments)).callback
     assert isinstance(monitor, GPUMemoryMonitor)
     assert (monitor.every_n_steps, monitor.print_summary) == (7, True)
+    again = eval(repr(GPUMemoryMonitor(7, print_summary=False)))
+    assert (again.every_n_steps, again.print_summary) == (7, False)
     with pytest.raises(ArgumentError, match="every_n_steps"):
         parser.parse_args([arguments[0], "--callback.every_n_steps=often"])
 
@@ -412,11 +367,7 @@ def test_on_the_command_line_of_either_package(package):
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        ({"every_n_steps": 0}, "Use `every_n_steps=1`"),
-        ({"every_n_steps": -3}, "Use `every_n_steps=1`"),
-        ({"every_n_steps": "50"}, "Use `every_n_steps=1`"),
-        ({"every_n_steps": True}, "Use `every_n_steps=1`"),
-        ({"every_n_steps": 2.5}, "Use `every_n_steps=1`"),
+        *(({"every_n_steps": n}, "Use `every_n_steps=1`") for n in (0, -3, "50", True, 2.5)),
         ({"print_summary": "no"}, "Use `print_summary=False`"),
         ({"every_n_steps": 0, "print_summary": 1}, "2 problems"),
     ],
@@ -449,9 +400,8 @@ def test_batch_size(batch, size):
 
 
 def documented_keys():
-    return set(
-        re.findall(r"^    \| ``(memory/\w+)``", GPUMemoryMonitor.__doc__ or "", re.MULTILINE)
-    )
+    text = GPUMemoryMonitor.__doc__ or ""
+    return set(re.findall(r"^    \| ``(memory/\w+)``", text, re.MULTILINE))
 
 
 class FakeGpu:
@@ -460,16 +410,15 @@ class FakeGpu:
     def __init__(self, monkeypatch, nvml):
         self.calls: list[str] = []
         self.reading = AllocatorReading(4, 6, 5, 7, 1, 2, 8)
-        monkeypatch.setattr(_memory_probes, "read_allocator", lambda device: self.reading)
-        monkeypatch.setattr(
-            torch.cuda, "reset_peak_memory_stats", lambda device: self.calls.append("reset")
-        )
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-        monkeypatch.setattr(
-            _memory_probes,
-            "read_host_memory",
-            lambda: SimpleNamespace(rss_bytes=GIB, pinned_bytes=2 * GIB),
-        )
+        host = SimpleNamespace(rss_bytes=GIB, pinned_bytes=2 * GIB)
+        for owner, name, function in (
+            (_memory_probes, "read_allocator", lambda device: self.reading),
+            (_memory_probes, "read_host_memory", lambda: host),
+            (torch.cuda, "reset_peak_memory_stats", lambda device: self.calls.append("reset")),
+            (torch.cuda, "synchronize", lambda device: self.calls.append("wait")),
+            (torch.cuda, "get_device_name", lambda device: "Some GPU"),
+        ):
+            monkeypatch.setattr(owner, name, function)
         gpu = self
 
         class Device:
@@ -487,13 +436,19 @@ class FakeGpu:
                 return nvml
 
         monkeypatch.setattr(_memory_probes, "NvmlDevice", Device)
+        self.probe = CudaProbe(torch.device("cuda", 0))
+
+    def step(self, *, is_logged, peak_bytes=None):
+        self.probe.begin_step(is_logged=is_logged)
+        if peak_bytes is not None:
+            self.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0, None)
+        self.probe.end_step()
+        return self.probe
 
 
 def test_cuda_metrics_are_the_documented_ones(monkeypatch):
     gpu = FakeGpu(monkeypatch, NvmlReading(10 * GIB, 80 * GIB, 9 * GIB, GIB))
-    probe = CudaProbe(torch.device("cuda", 0))
-    probe.begin_step(is_logged=True)
-    probe.end_step()
+    probe = gpu.step(is_logged=True)
     metrics = probe.metrics()
     probe.close()
     probe.close()
@@ -509,11 +464,8 @@ def test_cuda_metrics_are_the_documented_ones(monkeypatch):
 
 def test_cuda_peaks_are_of_each_step_and_the_highest_is_kept(monkeypatch):
     gpu = FakeGpu(monkeypatch, NvmlReading(used_bytes=10, total_bytes=80, reason="in a container"))
-    probe = CudaProbe(torch.device("cuda", 0))
     for peak_bytes in (50, 70, 60):
-        probe.begin_step(is_logged=True)
-        gpu.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0, None)
-        probe.end_step()
+        probe = gpu.step(is_logged=True, peak_bytes=peak_bytes)
         metrics = probe.metrics()
         assert metrics["memory/peak_allocated_gib"] == peak_bytes / GIB
     highest = probe.highest
@@ -525,11 +477,8 @@ def test_cuda_peaks_are_of_each_step_and_the_highest_is_kept(monkeypatch):
 
 def test_cuda_peaks_between_logged_steps_cost_nothing_and_count(monkeypatch):
     gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
-    probe = CudaProbe(torch.device("cuda", 0))
     for peak_bytes in (50, 50, 90, 50):
-        probe.begin_step(is_logged=False)
-        gpu.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0, None)
-        probe.end_step()
+        probe = gpu.step(is_logged=False, peak_bytes=peak_bytes)
         gpu.calls.append(str(probe.highest.peak_bytes))
     assert gpu.calls == ["open", "reset", "50", "reset", "50", "50", "50"]
     gpu.reading = AllocatorReading(4, 6, 90, 180, 0, 0, None)  # as the allocator keeps it
@@ -539,24 +488,18 @@ def test_cuda_peaks_between_logged_steps_cost_nothing_and_count(monkeypatch):
 
 def test_cuda_peaks_of_validation_do_not_count(monkeypatch):
     gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
-    probe = CudaProbe(torch.device("cuda", 0))
-    probe.begin_step(is_logged=True)
-    probe.end_step()
+    probe = gpu.step(is_logged=True)
     probe.pause()
     gpu.reading = AllocatorReading(4, 6, 5, 7, 0, 0, None)  # after the reset
     probe.resume()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.calls.append("wait"))
     probe.finish()
     assert probe.highest.peak_bytes == 5
     assert gpu.calls == ["open", "reset", "reset", "wait"]
 
 
 def test_short_fits_know_what_nvml_has_seen(monkeypatch):
-    FakeGpu(monkeypatch, NvmlReading(10, 80, reason="in a container"))
-    probe = CudaProbe(torch.device("cuda", 0))
-    probe.begin_step(is_logged=False)
-    probe.end_step()
-    assert probe.highest.nvml_bytes == 10
+    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, reason="in a container"))
+    assert gpu.step(is_logged=False).highest.nvml_bytes == 10
     summary = MemorySummary("Some GPU", 5, nvml_peak_bytes=10, is_nvml_of_gpu=True)
     assert ("peak seen by NVML on the whole GPU", "10 B") in summary.rows()
 
@@ -579,40 +522,20 @@ def test_the_device_is_read_while_the_module_is_there(package, monkeypatch):
 def test_logs_as_often_as_the_trainer_unless_told(package, tmp_path):
     for every, expected in ((None, 2), (1, 4)):
         memory = loggers(package, tmp_path)[1]
-        trainer = make_trainer(
-            package, GPUMemoryMonitor(every), logger=memory, max_steps=4, log_every_n_steps=2
-        )
-        trainer.fit(make_module(package), loader())
+        monitor = GPUMemoryMonitor(every)
+        fit(package, monitor, logger=memory, max_steps=4, log_every_n_steps=2)
         assert len(memory.monitored) == expected
-
-
-def test_cpu_metrics_are_documented(tmp_path):
-    package = importlib.import_module("lightning.pytorch")
-    memory = loggers(package, tmp_path)[1]
-    make_trainer(package, GPUMemoryMonitor(1), logger=memory, max_steps=1).fit(
-        make_module(package), loader()
-    )
-    assert memory.monitored[0][1].keys() <= documented_keys()
 
 
 def test_summary_on_a_terminal_is_a_table():
     output = io.StringIO()
-    summary = MemorySummary(
-        "cpu",
-        3 * GIB,
-        {"parameter": GIB, "buffer": 0},
-        num_steps=4,
-        seconds=2,
-        notes=("[why]", "[/]"),
-    )
+    kinds, notes = {"parameter": GIB, "buffer": 0}, ("[why]", "[/]")
+    summary = MemorySummary("cpu", 3 * GIB, kinds, num_steps=4, seconds=2, notes=notes)
     print_summary(summary, Console(file=output, force_terminal=True, width=60))
     text = output.getvalue()
-    assert "3.00 GiB" in text
-    assert "4 (2.00 per second)" in text
-    assert "[why]" in text
-    assert "[/]" in text
+    for shown in ("3.00 GiB", "4 (2.00 per second)", "[why]", "[/]", "─"):
+        assert shown in text
     assert "buffer" not in text
-    assert "─" in text
 
 
 def test_print_repr_and_a_notebook_show_a_summary_in_a_few_lines():
@@ -631,21 +554,17 @@ def test_print_repr_and_a_notebook_show_a_summary_in_a_few_lines():
 def test_maximum_and_sum_over_ranks(package, tmp_path):
     def training_step(self, batch, batch_idx):
         torch.zeros(10**6 * (1 + self.global_rank))
-        return self.layers(batch[0]).mean()
+        return self.model(batch[0]).mean()
 
-    class WriteSummary(package.Callback):  # type: ignore[name-defined, misc]
-        def on_fit_end(self, trainer, pl_module):
-            if trainer.is_global_zero:
-                path = tmp_path / "summary.json"
-                path.write_text(json.dumps(monitor.summary.to_dict()))
+    def write_summary(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            (tmp_path / "summary.json").write_text(json.dumps(monitor.summary.to_dict()))
 
-    monitor = GPUMemoryMonitor(2)
+    monitor, writing = GPUMemoryMonitor(2), callback_with(package, on_fit_end=write_summary)
     csv = loggers(package, tmp_path)[0]
+    ranks = {"devices": 2, "strategy": "ddp_fork"}
     module = make_module(package, training_step=training_step)
-    trainer = make_trainer(
-        package, monitor, WriteSummary(), logger=csv, devices=2, strategy="ddp_fork"
-    )
-    trainer.fit(module, loader())
+    make_trainer(package, monitor, writing, logger=csv, **ranks).fit(module, loader())
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["num_samples"] == NUM_SAMPLES
     assert summary["num_steps"] == 5
@@ -659,9 +578,7 @@ def test_maximum_and_sum_over_ranks(package, tmp_path):
 def test_values_on_cuda(package, tmp_path):
     memory = loggers(package, tmp_path)[1]
     monitor = GPUMemoryMonitor(1)
-    make_trainer(package, monitor, logger=memory, accelerator="gpu").fit(
-        make_module(package), loader()
-    )
+    fit(package, monitor, logger=memory, accelerator="gpu")
     metrics = memory.monitored[-1][1]
     assert metrics.keys() <= documented_keys()
     allocated, peak = metrics["memory/allocated_gib"], metrics["memory/peak_allocated_gib"]

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import gc
 import importlib.metadata
+import importlib.util
+import io
 import json
 import pickle
 import warnings
@@ -13,17 +15,33 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import callbacks as stock
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from rich.console import Console
 from torch import nn
 
 from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
+from lightning_memsave.callbacks import report as _report
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from tests.callbacks.lit import PACKAGES, Trace, assert_same, fit, loader, make_lit, make_trainer
+from tests.callbacks.lit import (
+    LIGHTNING,
+    Trace,
+    assert_same,
+    callback_with,
+    fit,
+    loader,
+    make_lit,
+    make_trainer,
+    no_step,
+    quiet,
+    rows_of,
+    summary_of,
+    without_dropout,
+)
 from tests.cases import MODELS, Model
+from tests.helpers import assert_same as assert_same_nested
 from tests.helpers import snapshot
 
 
@@ -33,16 +51,16 @@ def exact(**settings: Any) -> MemSaveCallback:
 
 
 def status(callback: MemSaveCallback, name: str) -> str:
-    return next(row.status for row in callback.rows if row.name == name)
+    return rows_of(callback)[name].status
 
 
 def details(callback: MemSaveCallback, name: str) -> str:
-    return " ".join(next(row.details for row in callback.rows if row.name == name))
+    return " ".join(rows_of(callback)[name].details)
 
 
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
+def stop(self: Any, trainer: Any, *_: Any) -> None:
+    if trainer.fit_loop.epoch_loop.batch_idx == 1:
+        raise ArithmeticError("in the middle of fit")
 
 
 class TestOneLine:
@@ -86,15 +104,12 @@ class TestNothingLeftBehind:
         assert {k: v[3] for k, v in ours.items()} == {k: v[3] for k, v in theirs.items()}
 
     def test_module_is_as_before_after_an_exception(self, package):
-        class Stop(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-                if batch_idx == 1:
-                    raise ArithmeticError("in the middle of fit")
-
         lit, callback = make_lit(package), MemSaveCallback()
         before = {name: sorted(vars(m)) for name, m in lit.model.named_modules()}
         with pytest.raises(ArithmeticError):
-            make_trainer(package, callback, Stop()).fit(lit)
+            make_trainer(package, callback, callback_with(package, on_train_batch_end=stop)).fit(
+                lit
+            )
         assert {name: sorted(vars(m)) for name, m in lit.model.named_modules()} == before
         assert "configure_optimizers" not in vars(lit)
         report = json.loads(Path("memsave_report.json").read_text())
@@ -114,25 +129,25 @@ class TestNothingLeftBehind:
         for module, callbacks in ((lit, [exact()]), (reference, [])):
             for _ in range(2):
                 torch.manual_seed(2)
-                trainer = make_trainer(package, *callbacks)
-                trainer.fit(module)
-        state = reference.state_dict()
-        assert all(torch.equal(v, state[k]) for k, v in lit.state_dict().items())
+                make_trainer(package, *callbacks).fit(module)
+        assert_same_nested(lit, reference)
 
     def test_fit_twice_with_one_trainer(self):
         lit, callback = make_lit(), exact()
-        trainer = make_trainer(PACKAGES["lightning"], callback)
+        trainer = make_trainer(LIGHTNING, callback)
         for epochs in (1, 2):
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(lit)
             assert status(callback, "activation_checkpointing") == "on"
+            assert status(callback, "optimizer") == "off"
+            assert "exactness='bitwise'" in details(callback, "optimizer")
         assert trainer.current_epoch == 2
 
     def test_a_used_callback_holds_neither_module_nor_optimizers(self):
         lit, callback = make_lit(), MemSaveCallback()
         lit.own = lit.configure_optimizers()
         lit.configure_optimizers = lambda own=lit.own: own
-        trainer = make_trainer(PACKAGES["lightning"], callback)
+        trainer = make_trainer(LIGHTNING, callback)
         trainer.fit(lit)
         for name in ("log", "log_dict"):
             delattr(callback, name)  # Lightning puts it there, bound to the module
@@ -146,45 +161,39 @@ class TestNothingLeftBehind:
     @pytest.mark.parametrize("hook", ["configure_optimizers", "configure_model"])
     @pytest.mark.usefixtures("any_saving_counts")
     def test_rows_of_an_earlier_trainer_are_forgotten(self, hook):
-        def fail() -> None:
+        def fail(self: Any) -> None:
             raise ArithmeticError("too early")
 
-        def empty(self: Any) -> None:
-            pass
-
-        lit, callback = make_lit(), MemSaveCallback()
-        type(lit).configure_model = empty
-        make_trainer(PACKAGES["lightning"], callback).fit(lit)
+        lit, callback = make_lit(configure_model=lambda self: None), MemSaveCallback()
+        make_trainer(LIGHTNING, callback).fit(lit)
         name = "activation_checkpointing" if hook == "configure_model" else "optimizer"
         assert status(callback, name) == "on"
-        setattr(type(lit), hook, lambda self: fail())
+        setattr(type(lit), hook, fail)
         with pytest.raises(ArithmeticError):
-            make_trainer(PACKAGES["lightning"], callback).fit(lit)
-        assert [row for row in callback.rows if row.name == name] == []
-
-    def test_reasons_given_at_the_start_stay_over_several_fits(self):
-        callback = exact()
-        for _ in range(2):
-            fit(make_lit(), callback)
-            assert "exactness='bitwise'" in details(callback, "optimizer")
+            make_trainer(LIGHTNING, callback).fit(lit)
+        assert name not in rows_of(callback)
 
     def test_checkpoint_loads_without_the_callback(self, package, tmp_path):
-        lit = make_lit(package)
-        _, state, trainer = fit(lit, MemSaveCallback(), package=package)
+        saver = package.callbacks.ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=2)
+        lit, how = make_lit(package), {"package": package, "enable_checkpointing": True}
+        _, state, trainer = fit(lit, saver, MemSaveCallback(), **how)
+        assert type(trainer.callbacks[-1]) is package.callbacks.ModelCheckpoint
         trainer.save_checkpoint(tmp_path / "a.ckpt")
-        saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
-        assert saved["state_dict"].keys() == lit.state_dict().keys()
-        lit.load_state_dict(saved["state_dict"])
-        assert all(torch.equal(v, state[k]) for k, v in lit.state_dict().items())
+        for name in ("a.ckpt", "last.ckpt"):
+            saved = torch.load(tmp_path / name, weights_only=True)["state_dict"]
+            assert saved.keys() == lit.state_dict().keys()
+            lit.load_state_dict(saved)
+            assert_same_nested(dict(lit.state_dict()), state)
 
     def test_resume_gives_the_straight_run(self, package, tmp_path):
-        class Reseed(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-                torch.manual_seed(trainer.global_step)
+        reseed = callback_with(
+            package,
+            on_train_batch_start=lambda self, trainer, *_: torch.manual_seed(trainer.global_step),
+        )
 
         def run(ckpt_path: Path | None, max_epochs: int) -> tuple[list[float], Any, Any]:
             lit, trace = make_lit(package), Trace(package)
-            callbacks = (MemSaveCallback(), Reseed(), trace.callback)
+            callbacks = (MemSaveCallback(), reseed, trace.callback)
             trainer = make_trainer(package, *callbacks, max_epochs=max_epochs)
             trainer.fit(lit, ckpt_path=ckpt_path)
             return trace.losses, lit.state_dict(), trainer
@@ -207,44 +216,23 @@ class TestNothingSilent:
         assert checkpointing.endswith("on (bitwise). 4 of 4 blocks recomputed: 4 x Block")
         assert any(line.startswith("  optimizer='8bit': on (approximate). AdamW") for line in lines)
 
-    def test_table_is_a_table_on_a_terminal(self):
-        import io
-
-        from rich.console import Console
-
-        from lightning_memsave.callbacks import report as _report
-
-        callback = MemSaveCallback()
-        fit(make_lit(), callback)
+    def test_table_is_a_table_on_a_terminal_where_brackets_are_no_markup(self):
         file = io.StringIO()
-        console = Console(file=file, force_terminal=True, width=100)
-        _report.print_table(callback.rows, console)
-        assert "activation_checkpointing" in file.getvalue()
-        assert "┃" in file.getvalue()
-
-    def test_brackets_are_no_markup_on_a_terminal(self):
-        import io
-
-        from rich.console import Console
-
-        from lightning_memsave.callbacks import report as _report
-        from lightning_memsave.core.technique import Row
-
-        file = io.StringIO()
-        rows = [Row("[/]name", "[red]value", "on", ("`re:model[/]x`", "[bold]why"))]
+        rows = [
+            Row("activation_checkpointing", "'all'", "on"),
+            Row("[/]name", "[red]value", "on", ("`re:model[/]x`", "[bold]why")),
+        ]
         _report.print_table(rows, Console(file=file, force_terminal=True, width=100))
-        assert all(text in file.getvalue() for text in ("[/]name", "[red]value", "model[/]x"))
-        assert "[bold]why" in file.getvalue()
+        shown = ("activation_checkpointing", "┃", "[/]name", "[red]value", "model[/]x", "[bold]why")
+        assert all(text in file.getvalue() for text in shown)
 
     def test_a_module_without_an_optimizer_is_told_so(self):
-        lit: Any = make_lit()
-        lit.configure_optimizers = lambda: None
-        lit.training_step = lambda batch, batch_idx: None
+        lit = make_lit(configure_optimizers=lambda self: None, training_step=no_step)
         callback = MemSaveCallback(None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned")
             warnings.filterwarnings("ignore", "`training_step` returned `None`")
-            make_trainer(PACKAGES["lightning"], callback).fit(lit)
+            make_trainer(LIGHTNING, callback).fit(lit)
         assert status(callback, "optimizer") == "off"
         assert details(callback, "optimizer") == "the module configures no optimizer"
 
@@ -259,13 +247,8 @@ class TestNothingSilent:
         assert report["settings"]["optimizer"] == "auto"
         assert report["settings"]["preset"] is None
         assert report["settings"]["predict"] is True
-        assert {row["name"] for row in report["changes"]} == {
-            "micro_batch_size",
-            "evaluation",
-            "activation_checkpointing",
-            "early_release",
-            "optimizer",
-        }
+        names = {"micro_batch_size", "evaluation", "activation_checkpointing", "early_release"}
+        assert {row["name"] for row in report["changes"]} == names | {"optimizer"}
         assert report["versions"]["torch"] == importlib.metadata.version("torch")
         measured = report["measured"]
         parameters = sum(p.numel() * 4 for p in make_lit(package).parameters())
@@ -286,21 +269,16 @@ class TestNothingSilent:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
     def test_a_report_that_cannot_be_written_hides_no_exception(self, package):
-        class Stop(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-                raise ArithmeticError("in the middle of fit")
-
+        stopping = callback_with(package, on_train_batch_end=stop)
         with (
             pytest.warns(MemsaveWarning, match="cannot be written"),
             pytest.raises(ArithmeticError, match="in the middle of fit"),
         ):
-            fit(make_lit(package), exact(), Stop(), package=package, default_root_dir="/proc/none")
+            fit(
+                make_lit(package), exact(), stopping, package=package, default_root_dir="/proc/none"
+            )
 
     def test_report_is_written_to_remote_folders(self, package, tmp_path):
-        from fsspec.implementations.memory import (  # type: ignore[import-untyped]
-            MemoryFileSystem,
-        )
-
         folder = f"memory://runs/{package.__name__}"
         fit(make_lit(package), exact(), package=package, default_root_dir=folder)
         path = f"/runs/{package.__name__}/memsave_report.json"
@@ -308,7 +286,7 @@ class TestNothingSilent:
         assert list(tmp_path.iterdir()) == []
 
     def test_report_can_be_switched_off(self, capsys):
-        fit(make_lit(), MemSaveCallback(report=False, predict=False))
+        fit(make_lit(), quiet())
         assert capsys.readouterr().out == ""
         assert not Path("memsave_report.json").exists()
 
@@ -329,13 +307,8 @@ class TestNothingSilent:
         assert_same(fit(make_lit()), result)
 
     def test_without_bitsandbytes_auto_leaves_the_optimizer_and_8bit_is_refused(self, monkeypatch):
-        import importlib.util
-
         real = importlib.util.find_spec
-
-        def find_spec(name: str) -> Any:
-            return None if name == "bitsandbytes" else real(name)
-
+        find_spec = lambda name: None if name == "bitsandbytes" else real(name)  # noqa: E731
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
         callback = MemSaveCallback()
         _, _, trainer = fit(make_lit(), callback)
@@ -344,25 +317,18 @@ class TestNothingSilent:
         with pytest.raises(IncompatibleError, match="Run `pip install -U 'bitsandbytes>="):
             fit(make_lit(), MemSaveCallback(optimizer="8bit"))
 
-    def test_exactness_limits_what_is_chosen(self):
-        callback = exact()
-        fit(make_lit(), callback)
-        assert status(callback, "optimizer") == "off"
-        assert "exactness='bitwise'" in details(callback, "optimizer")
-
-    def test_repr_shows_what_was_asked_for(self):
-        assert repr(MemSaveCallback(2, optimizer=None)) == (
-            "MemSaveCallback(activation_checkpointing=2, optimizer=None)"
-        )
-
-    def test_repr_leaves_out_defaults(self):
-        callback = MemSaveCallback(optimizer="auto", blocks=None)
-        assert repr(callback) == "MemSaveCallback()"
+    def test_repr_shows_what_was_asked_for_without_defaults(self):
+        expected = "MemSaveCallback(activation_checkpointing=2, optimizer=None)"
+        assert repr(MemSaveCallback(2, optimizer=None)) == expected
+        assert repr(MemSaveCallback(optimizer="auto", blocks=None)) == "MemSaveCallback()"
 
     def test_settings_in_the_report_are_what_was_written(self):
-        fit(make_lit(), MemSaveCallback(ActivationCheckpointing(2)))
+        technique = ActivationCheckpointing(2, blocks="Block")
+        callback = MemSaveCallback(technique, optimizer=LowBitOptimizer(keep_32bit=("*head*",)))
+        fit(make_lit(), callback)
+        assert "2 of 4 blocks" in details(callback, "activation_checkpointing")
         settings = json.loads(Path("memsave_report.json").read_text())["settings"]
-        assert settings["activation_checkpointing"] == repr(ActivationCheckpointing(2))
+        assert settings["activation_checkpointing"] == repr(technique)
 
 
 class TestStages:
@@ -370,21 +336,18 @@ class TestStages:
     def test_evaluation_is_as_without_it(self, package, stage):
         lit = make_lit(package)
         before = snapshot(lit.model)
-        plain = getattr(make_trainer(package), stage)(lit, **self.quiet(stage))
-        ours = getattr(make_trainer(package, MemSaveCallback()), stage)(lit, **self.quiet(stage))
+        how = {} if stage == "predict" else {"verbose": False}
+        plain = getattr(make_trainer(package), stage)(lit, **how)
+        ours = getattr(make_trainer(package, MemSaveCallback()), stage)(lit, **how)
         assert str(plain) == str(ours)
         assert snapshot(lit.model) == before
         assert not Path("memsave_report.json").exists()
 
-    @staticmethod
-    def quiet(stage):
-        return {} if stage == "predict" else {"verbose": False}
-
     def test_evaluation_runs_in_the_precision_that_was_set(self):
         lit = make_lit()
-        trainer = make_trainer(PACKAGES["lightning"], MemSaveCallback(precision="bf16-mixed"))
+        trainer = make_trainer(LIGHTNING, MemSaveCallback(precision="bf16-mixed"))
         set_here = trainer.predict(lit)
-        given = make_trainer(PACKAGES["lightning"], precision="bf16-mixed").predict(lit)
+        given = make_trainer(LIGHTNING, precision="bf16-mixed").predict(lit)
         assert all(torch.equal(a, b) for a, b in zip(set_here, given, strict=True))
 
 
@@ -415,43 +378,18 @@ class TestBesideOthers:
             sizes.append((finder.optimal_batch_size, lit.batch_size))
         assert sizes[0] == sizes[1]
 
-    @pytest.mark.skipif(
-        not hasattr(stock, "EMAWeightAveraging"), reason="lightning has it from 2.6 on"
-    )
-    def test_weight_averaging_keeps_its_own_copy(self):
-        def ema():
-            return stock.EMAWeightAveraging(decay=0.5)
-
-        plain, ours = fit(make_lit(), ema()), fit(make_lit(), ema(), exact())
-        assert_same(plain, ours)
-
-    def test_stochastic_weight_averaging_is_as_without_it(self, package):
-        def swa():
-            return package.callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
-
-        plain = fit(make_lit(package, "batch_norm"), swa(), package=package, max_epochs=3)
-        ours = fit(make_lit(package, "batch_norm"), swa(), exact(), package=package, max_epochs=3)
-        assert_same(plain, ours)
-
-    def test_model_checkpoint_saves_and_restores(self, package, tmp_path):
-        saver = package.callbacks.ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=2)
-        _, state, trainer = fit(
-            make_lit(package), saver, MemSaveCallback(), package=package, enable_checkpointing=True
-        )
-        assert type(trainer.callbacks[-1]) is package.callbacks.ModelCheckpoint
-        lit = make_lit(package)
-        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-        lit.load_state_dict(saved["state_dict"])
-        assert all(torch.equal(v, state[k]) for k, v in lit.state_dict().items())
+    def test_averages_of_weights_are_as_without_it(self, package):
+        makers = [lambda: package.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)]
+        if hasattr(package.callbacks, "EMAWeightAveraging"):  # lightning has it from 2.6 on
+            makers.append(lambda: package.callbacks.EMAWeightAveraging(decay=0.5))
+        lit, how = make_lit(package, "batch_norm"), {"package": package, "max_epochs": 3}
+        for make in makers:
+            assert_same(fit(lit, make(), **how), fit(lit, make(), exact(), **how))
 
     def test_accumulation_scheduler_is_kept(self, package):
-        def scheduler():
-            return package.callbacks.GradientAccumulationScheduler({0: 2})
-
-        callback = exact()
-        plain = fit(make_lit(package), scheduler(), package=package)
-        ours = fit(make_lit(package), scheduler(), callback, package=package)
-        assert_same(plain, ours)
+        callback, scheduler = exact(), package.callbacks.GradientAccumulationScheduler
+        plain = fit(make_lit(package), scheduler({0: 2}), package=package)
+        assert_same(plain, fit(make_lit(package), scheduler({0: 2}), callback, package=package))
         assert "set by the Trainer" in details(callback, "accumulate_grad_batches")
 
     @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -463,9 +401,6 @@ class TestBesideOthers:
 
     @pytest.mark.usefixtures("any_saving_counts")
     def test_manual_optimization(self, package):
-        lit = make_lit(package)
-        lit.automatic_optimization = False
-
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -474,7 +409,7 @@ class TestBesideOthers:
             optimizer.step()
             return {"loss": loss.detach()}
 
-        type(lit).training_step = training_step
+        lit = make_lit(package, automatic_optimization=False, training_step=training_step)
         assert_same(fit(lit, package=package), fit(lit, exact(), package=package))
         callback = MemSaveCallback()
         fit(lit, callback, package=package)
@@ -495,10 +430,7 @@ class TestBesideOthers:
 
     @pytest.mark.slow
     def test_compiled_module(self):
-        model: Any = Model()
-        for block in model.blocks:
-            block.dropout.p = 0.0
-        lit = make_lit(model=model)
+        lit = make_lit(model=without_dropout(Model()))
         plain = fit(lit)
         lit.model = torch.compile(lit.model, backend="aot_eager")
         callback = exact()
@@ -515,27 +447,17 @@ class TestBesideOthers:
         assert measured["peak_bytes"] == own.summary.peak_bytes
         assert callback.monitor.summary is None
 
-    def test_technique_objects_can_be_passed(self):
-        callback = MemSaveCallback(
-            ActivationCheckpointing(2, blocks="Block"),
-            optimizer=LowBitOptimizer("8bit", keep_32bit=("*head*",)),
-        )
-        fit(make_lit(), callback)
-        assert "2 of 4 blocks" in details(callback, "activation_checkpointing")
-
     def test_deepcopy_of_the_module_while_training_is_independent(self):
         copies: list[nn.Module] = []
-
-        class Copy(stock.Callback):
-            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-                copies.append(copy.deepcopy(pl_module.model))
-
-        _, state, _ = fit(make_lit(), exact(), Copy())
+        copying = callback_with(
+            on_train_batch_start=lambda self, trainer, pl_module, *_: copies.append(
+                copy.deepcopy(pl_module.model)
+            )
+        )
+        _, state, _ = fit(make_lit(), exact(), copying)
         trained = [v for k, v in state.items() if k.startswith("model")]
         twin = copies[0]
-        assert any(
-            not torch.equal(a, b) for a, b in zip(twin.state_dict().values(), trained, strict=True)
-        )
+        assert not all(map(torch.equal, twin.state_dict().values(), trained))
         twin.train()(next(iter(loader()))).backward()
         assert all(p.grad is not None for p in twin.parameters())
 
@@ -551,15 +473,17 @@ def test_on_a_gpu_memory_falls_and_precision_is_chosen():
         model = nn.Sequential(
             *[nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(8)]
         )
-        lit: Any = make_lit(model=model)
-        type(lit).training_step = lambda self, batch, batch_idx: (
-            self.model(batch.repeat(1, 4).unsqueeze(1).expand(-1, 256, -1)).square().mean()
+        lit = make_lit(
+            model=model,
+            training_step=lambda self, batch, batch_idx: (
+                self.model(batch.repeat(1, 4).unsqueeze(1).expand(-1, 256, -1)).square().mean()
+            ),
+            validation_step=no_step,
         )
-        type(lit).validation_step = lambda self, batch, batch_idx: None
         fit(lit, callback, accelerator="gpu")
         peaks[key] = json.loads(Path("memsave_report.json").read_text())["measured"]["peak_bytes"]
     assert peaks["saving"] < 0.5 * peaks["plain"]
-    row = next(row for row in callback.rows if row.name == "precision")
+    row = rows_of(callback)["precision"]
     # float16 overflows in models that bfloat16 trains: it has to be asked for.
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     assert (row.status, row.value) == (
@@ -567,26 +491,23 @@ def test_on_a_gpu_memory_falls_and_precision_is_chosen():
     )
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("error", [None, RuntimeError("in the middle")])
 def test_the_monitor_is_among_the_callbacks_while_a_fit_lasts(package, error):
     seen = []
 
-    class Looking(PACKAGES[package].Callback):  # type: ignore[misc]
-        def on_train_batch_start(self, trainer, *_):
-            seen.append([type(c) for c in trainer.callbacks])
-            if error is not None:
-                raise error
+    def look(self, trainer, *_):
+        seen.append([type(c) for c in trainer.callbacks])
+        if error is not None:
+            raise error
 
-    callback = MemSaveCallback()
-    trainer = make_trainer(PACKAGES[package], Looking(), callback)
+    looking, callback = callback_with(package, on_train_batch_start=look), MemSaveCallback()
+    trainer = make_trainer(package, looking, callback)
     before = sorted(map(id, trainer.callbacks))
     with contextlib.nullcontext() if error is None else pytest.raises(RuntimeError):
-        trainer.fit(make_lit(PACKAGES[package]))
-    assert seen[0][:3] == [MemSaveCallback, GPUMemoryMonitor, Looking]
+        trainer.fit(make_lit(package))
+    assert seen[0][:3] == [MemSaveCallback, GPUMemoryMonitor, type(looking)]
     assert sorted(map(id, trainer.callbacks)) == before
-    assert callback.monitor is not None
-    assert callback.monitor.summary is not None
+    assert summary_of(callback) is not None
 
 
 def test_no_warning_is_given_where_all_is_well():

@@ -10,7 +10,6 @@ import random
 import weakref
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
@@ -28,11 +27,26 @@ from lightning_memsave.errors import (
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.micro_batching import training_state
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 from lightning_memsave.techniques.optimizer_step import allocate_state
-from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, loader, make_lit, make_trainer
-from tests.cases import MODELS, WIDTH
+from tests.callbacks.lit import (
+    LIGHTNING,
+    SmallerFrom,
+    Vectors,
+    assert_same,
+    callback_with,
+    fit,
+    gradients_of,
+    loader_of,
+    make_lit,
+    make_trainer,
+    no_step,
+    only,
+    quiet,
+    rows_of,
+    without_dropout,
+)
+from tests.cases import MODELS
 from tests.helpers import in_pairs
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
@@ -42,62 +56,14 @@ RETRIED = "ignore:Out of memory with:lightning_memsave.errors.MemsaveWarning"
 BATCH_NORM = "ignore:.*and batch normalisation:lightning_memsave.errors.ExactnessWarning"
 
 
-def only(size: Any, **settings: Any) -> MemSaveCallback:
-    """Nothing but micro-batches."""
-    details = {n: settings.pop(n) for n in ("loss_weight", "split_batch") if n in settings}
-    if details:
-        size = MicroBatching("halve" if size == "auto" else size, **details)
-    defaults: dict[str, Any] = {
-        "activation_checkpointing": None,
-        "optimizer": None,
-        "precision": None,
-    }
-    return MemSaveCallback(
-        **(defaults | {"micro_batch_size": size, "predict": False, "report": False} | settings)
-    )
-
-
-def loader_of(batches: Any) -> DataLoader[Any]:
-    return DataLoader(batches, batch_size=None)
-
-
 def row(callback: MemSaveCallback) -> Any:
-    return next(row for row in callback.rows if row.name == "micro_batch_size")
+    return rows_of(callback)["micro_batch_size"]
 
 
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
-
-
-def without_dropout(lit: Any) -> Any:
-    for module in lit.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return lit
-
-
-def recording_lit(
-    package: Any, model: nn.Module, batches: list[Any], loss_of: Any, seen: list[Any]
-) -> Any:
-    """A float64 module that never changes and keeps the gradient that each step gets."""
-    lit = make_lit(package, model)
-
-    def on_before_optimizer_step(self, optimizer):
-        seen.append([p.grad.clone() for p in self.parameters()])
-
-    def training_step(self, batch, batch_idx):
-        loss = loss_of(self.model, batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    cls = type(lit)
-    cls.on_before_optimizer_step = on_before_optimizer_step
-    cls.training_step = training_step
-    cls.validation_step = lambda self, batch, batch_idx: None
-    cls.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=0.0)
-    cls.train_dataloader = lambda self: loader_of(batches)
-    return lit.double()
+def gradients(name: str, *callbacks: Any, loss_of: Any = None, **settings: Any) -> Any:
+    make_model, make_batches, own_loss, _ = LOSSES[name]
+    loss_of, batches = loss_of or own_loss, make_batches()
+    return gradients_of(make_model(), batches, loss_of, *callbacks, logs=True, **settings)
 
 
 def assert_close(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
@@ -106,17 +72,6 @@ def assert_close(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
         scale = torch.cat([t.flatten() for t in truth]).norm()
         for a, b in zip(mine, truth, strict=True):
             assert (a - b).norm() <= 1e-12 * scale
-
-
-class Tokens(nn.Module):
-    """A language model of one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(tokens)))
 
 
 def vectors_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -158,7 +113,7 @@ def make_vectors_model() -> nn.Module:
 
 def make_tokens_model() -> nn.Module:
     torch.manual_seed(1)
-    return Tokens()
+    return nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
 
 
 LOSSES: dict[str, tuple[Any, Any, Any, str]] = {
@@ -173,81 +128,47 @@ class TestSameGradients:
         ("name", "size", "window"), in_pairs([*LOSSES], [1, 5, 6, 100], [1, 3])
     )
     def test_as_the_whole_batch(self, package, name, size, window):
-        make_model, make_batches, loss_of, weight = LOSSES[name]
-        ours: list[Any] = []
-        theirs: list[Any] = []
         settings = {"package": package, "accumulate_grad_batches": window}
-        model = make_model()
-        plain = fit(recording_lit(package, model, make_batches(), loss_of, theirs), **settings)
-        lit = recording_lit(package, model, make_batches(), loss_of, ours)
-        saving = fit(lit, only(size, loss_weight=weight), **settings)
+        theirs, plain = gradients(name, **settings)
+        ours, saving = gradients(name, only(size, loss_weight=LOSSES[name][3]), **settings)
         assert_close(ours, theirs)
         assert saving[2].global_step == plain[2].global_step
         for key, value in plain[2].callback_metrics.items():
             assert saving[2].callback_metrics[key] == pytest.approx(value.item(), rel=1e-6)
         assert saving[0] == pytest.approx(plain[0], rel=1e-12)
 
-    def test_wrong_weights_are_refused(self):
-        """What counting tokens is for."""
-        make_model, make_batches, loss_of, _ = LOSSES["tokens"]
-        lit = recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, [])
-        with pytest.raises(
-            IncompatibleError, match=r"loss_weight='samples'.*`MicroBatching\(loss_weight="
-        ):
-            fit(lit, only(3, loss_weight="samples"))
-
     def test_weights_are_said_once_and_in_the_table(self, caplog):
-        make_model, make_batches, loss_of, _ = LOSSES["tokens"]
-        lit = recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, [])
         with caplog.at_level("INFO", logger="lightning.pytorch.memsave"):
-            fit(lit, callback := only(3))
+            gradients("tokens", callback := only(3))
         said = [r.message for r in caplog.records if r.message.startswith("micro_batch_size=3: on")]
         weighted = "weighted by the entries of `labels` that are not -100, proven with 8 samples"
         assert len(said) == 1
         assert weighted in said[0]
         assert weighted in row(callback).details[1]
 
-    def test_own_weights(self):
-        """The mean over the first feature alone, as `loss_weight` can be anything."""
-        make_model, make_batches, _, _ = LOSSES["samples"]
-
-        def loss_of(model, batch):
-            weights = batch["x"][:, :1].abs()
-            return (model(batch["x"]).square() * weights).sum() / weights.sum()
-
-        ours: list[Any] = []
-        theirs: list[Any] = []
-        fit(recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, theirs))
-        lit = recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, ours)
-        fit(lit, only(5, loss_weight=lambda batch: batch["x"][:, 0].abs().sum()))
-        assert_close(ours, theirs)
-
     def test_clipping_and_scaler(self, package):
         """Unscaled and clipped once, after the last part."""
-        make_model, make_batches, loss_of, _ = LOSSES["samples"]
 
         class Scaled(package.plugins.MixedPrecision):  # type: ignore[name-defined, misc]
             def forward_context(self):
                 return torch.autocast("cpu", enabled=False)  # float64 stays, the scaler works
 
-        def plugin() -> Any:
-            return Scaled("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
-
-        ours: list[Any] = []
-        theirs: list[Any] = []
-        for seen, callbacks in ((theirs, []), (ours, [only(5)])):
-            lit = recording_lit(package, make_model(), make_batches(), loss_of, seen)
-            scale = plugin()
-            fit(lit, *callbacks, package=package, plugins=[scale], gradient_clip_val=0.01)
-            assert scale.scaler.get_scale() == 2.0**10
-        assert_close(ours, theirs)
+        found = []
+        for callbacks in ([], [only(5)]):
+            plugin = Scaled("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+            how = {"package": package, "plugins": [plugin], "gradient_clip_val": 0.01}
+            found.append(gradients("samples", *callbacks, **how)[0])
+            assert plugin.scaler.get_scale() == 2.0**10
+        assert_close(found[1], found[0])
 
     def test_lbfgs_runs_its_closure_again_and_again(self, package):
-        lit = without_dropout(make_lit(package)).double()
-        cls = type(lit)
-        cls.configure_optimizers = lambda self: torch.optim.LBFGS(self.parameters(), max_iter=4)
-        cls.training_step = lambda self, batch, batch_idx: self.model(batch.double())
-        cls.validation_step = lambda self, batch, batch_idx: None
+        lit = make_lit(
+            package,
+            configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), max_iter=4),
+            training_step=lambda self, batch, batch_idx: self.model(batch.double()),
+            validation_step=no_step,
+        )
+        without_dropout(lit).double()
         plain = fit(lit, package=package, limit_train_batches=2)
         saving = fit(lit, only(3), package=package, limit_train_batches=2)
         for name, value in plain[1].items():
@@ -293,20 +214,8 @@ class TestOnePart:
         assert_same(plain, fit(lit, averaging(), only("auto"), package=package, max_epochs=3))
 
 
-class Watched(nn.Module):
-    """What a module can log, and metrics of torchmetrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_vectors_model()
-
-
 def logging_lit(package: Any, mode: OutOfMemoryAt) -> Any:
     """Memory can run out once values are logged, to the end of backward."""
-    lit = make_lit(package, make_vectors_model())
-    lit.mean = torchmetrics.MeanMetric()
-    lit.error = torchmetrics.MeanSquaredError()
-    lit.values = torchmetrics.CatMetric()
 
     def training_step(self, batch, batch_idx):
         prediction = self.model(batch["x"])
@@ -325,72 +234,56 @@ def logging_lit(package: Any, mode: OutOfMemoryAt) -> Any:
         mode.is_armed = torch.is_grad_enabled()  # not in the proof
         return {"loss": loss, "prediction": prediction, "name": "all"}
 
-    def on_after_backward(self):
-        mode.is_armed = False
-
     def on_train_epoch_end(self):
         self.log("all", self.values.compute().sum())
         self.values.reset()
 
-    cls = type(lit)
-    cls.training_step, cls.on_train_epoch_end = training_step, on_train_epoch_end
-    cls.on_after_backward = on_after_backward
-    cls.validation_step = lambda self, batch, batch_idx: None
-    cls.train_dataloader = lambda self: loader_of(vector_batches())
+    lit = make_lit(
+        package,
+        make_vectors_model(),
+        training_step=training_step,
+        on_train_epoch_end=on_train_epoch_end,
+        on_after_backward=lambda self: setattr(mode, "is_armed", False),
+        validation_step=no_step,
+        train_dataloader=lambda self: loader_of(vector_batches()),
+    )
+    lit.mean = torchmetrics.MeanMetric()
+    lit.error = torchmetrics.MeanSquaredError()
+    lit.values = torchmetrics.CatMetric()
     return lit.double()
 
 
-class Logged:
-    """What a Trainer knows after each batch."""
-
-    def __init__(self, package: Any) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.outputs: list[Any] = []
-        record = self
-
-        class Recorder(package.Callback):  # type: ignore[misc]
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-                record.steps.append({k: v.item() for k, v in trainer.logged_metrics.items()})
-                record.outputs.append(outputs)
-
-        self.callback = Recorder()
-
-
 class TestLoggedValues:
-    def compare(
-        self, package: Any, callback: MemSaveCallback, *places: int
-    ) -> tuple[Logged, Logged]:
-        records = []
+    def compare(self, package: Any, callback: MemSaveCallback, *places: int) -> Any:
+        """Give the outputs of all steps with and without it."""
+        found = []
         for callbacks, mode in (([], OutOfMemoryAt()), ([callback], OutOfMemoryAt(*places))):
-            record = Logged(package)
+            steps, outputs = list[Any](), list[Any]()
+
+            def record(self, trainer, pl_module, out, *_, steps=steps, outputs=outputs):
+                steps.append({k: v.item() for k, v in trainer.logged_metrics.items()})
+                outputs.append(out)
+
+            recorder = callback_with(package, on_train_batch_end=record)
+            settings = {"package": package, "log_every_n_steps": 1, "max_epochs": 2}
             torch.manual_seed(0)
             with mode:
-                fit(
-                    logging_lit(package, mode),
-                    *callbacks,
-                    record.callback,
-                    package=package,
-                    log_every_n_steps=1,
-                    max_epochs=2,
-                )
-            records.append(record)
-        plain, saving = records
-        assert len(plain.steps) == 8
-        for theirs, ours in zip(plain.steps, saving.steps, strict=True):
-            assert list(ours) == list(theirs)
-            assert ours == pytest.approx(theirs, rel=1e-5)
-        return plain, saving
+                fit(logging_lit(package, mode), *callbacks, recorder, **settings)
+            found.append((steps, outputs))
+        (plain, theirs), (saving, ours) = found
+        assert len(plain) == 8
+        for logged, truth in zip(saving, plain, strict=True):
+            assert list(logged) == list(truth)
+            assert logged == pytest.approx(truth, rel=1e-5)
+        return zip(theirs, ours, strict=True)
 
     @pytest.mark.parametrize("size", [5, 1])
     def test_names_and_values_as_for_the_whole_batch(self, package, size):
-        plain, saving = self.compare(package, only(size))
-        for theirs, ours in zip(plain.outputs, saving.outputs, strict=True):
+        for theirs, ours in self.compare(package, only(size)):
             torch.testing.assert_close(ours["prediction"], theirs["prediction"])
             assert not ours["prediction"].requires_grad
-            assert (ours["loss"].item(), ours["name"]) == (
-                pytest.approx(theirs["loss"].item()),
-                "all",
-            )
+            assert ours["loss"].item() == pytest.approx(theirs["loss"].item())
+            assert ours["name"] == "all"
 
     @pytest.mark.filterwarnings(RETRIED)
     @pytest.mark.parametrize("place", [0, 12, 40])
@@ -400,11 +293,8 @@ class TestLoggedValues:
         assert callback._micro_batches.size == 6
 
 
-def armed_lit(package: Any, model: str, mode: OutOfMemoryAt) -> Any:
+def armed_lit(package: Any, model: str, mode: OutOfMemoryAt, **methods: Any) -> Any:
     """Memory can run out from the beginning of ``training_step`` to the end of backward."""
-    lit = make_lit(package, model)
-    lit.error = torchmetrics.MeanMetric()
-    cls = type(lit)
 
     def training_step(self, batch, batch_idx):
         if torch.is_grad_enabled():  # not in the proof
@@ -416,44 +306,29 @@ def armed_lit(package: Any, model: str, mode: OutOfMemoryAt) -> Any:
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def on_after_backward(self):
-        mode.is_armed = False
-
-    cls.training_step, cls.on_after_backward = training_step, on_after_backward
-    cls.validation_step = lambda self, batch, batch_idx: None
+    lit = make_lit(
+        package,
+        model,
+        training_step=training_step,
+        on_after_backward=lambda self: setattr(mode, "is_armed", False),
+        validation_step=no_step,
+        **methods,
+    )
+    lit.error = torchmetrics.MeanMetric()
     return lit
-
-
-class SmallerFrom(pl.Callback):
-    """Sets the size from some batch on, as if memory had run out before."""
-
-    def __init__(self, callback: MemSaveCallback, batch_idx: int | None) -> None:
-        self.callback, self.batch_idx = callback, batch_idx
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.batch_idx:
-            self.callback._micro_batches.size = self.callback._micro_batches.runner.size = 2
 
 
 def run_armed(
     places: tuple[int, ...], model: str, *, smaller_from: int | None = None, **settings: Any
 ) -> tuple[Any, OutOfMemoryAt, MemSaveCallback]:
     """Fit with memory running out at some places, or with a smaller size from some batch on."""
-    package = PACKAGES["lightning"]
     mode = OutOfMemoryAt(*places)
     callback = only("auto", **settings.pop("memsave", {}))
-
+    how: Any = {"limit_train_batches": 3, "limit_val_batches": 0, "log_every_n_steps": 1}
+    smaller, lit = SmallerFrom(callback, smaller_from), armed_lit(LIGHTNING, model, mode)
     torch.manual_seed(0)
     with mode:
-        result = fit(
-            armed_lit(package, model, mode),
-            callback,
-            SmallerFrom(callback, smaller_from),
-            limit_train_batches=3,
-            limit_val_batches=0,
-            log_every_n_steps=1,
-            **settings,
-        )
+        result = fit(lit, callback, smaller, **(how | settings))
     return result, mode, callback
 
 
@@ -533,7 +408,7 @@ class TestOutOfMemory:
     def test_is_said_once_and_in_the_table(self):
         callback = only("auto")
         mode = OutOfMemoryAt(5)
-        lit = armed_lit(PACKAGES["lightning"], "dropout", mode)
+        lit = armed_lit(LIGHTNING, "dropout", mode)
         match = "Out of memory with 4 samples at once, repeated with 2"
         with mode, pytest.warns(MemsaveWarning, match=match):
             fit(lit, callback)
@@ -544,7 +419,7 @@ class TestOutOfMemory:
 
     def test_batch_norm_is_warned_of_when_it_happens(self):
         mode = OutOfMemoryAt(5)
-        lit = armed_lit(PACKAGES["lightning"], "batch_norm", mode)
+        lit = armed_lit(LIGHTNING, "batch_norm", mode)
         with pytest.warns(ExactnessWarning, match="batch normalisation"), mode:
             fit(lit, only("auto"))
 
@@ -556,32 +431,26 @@ class TestOutOfMemory:
         losses, _, trainer = fit(lit, only(3))
         assert trainer.global_step == len(losses) == 6
 
-    def test_size_is_in_the_checkpoint(self, package, tmp_path):
+    def test_size_is_in_the_checkpoint_and_one_that_is_given_wins(self, package, tmp_path):
+        path, following = tmp_path / "last.ckpt", tmp_path / "next.ckpt"
         mode = OutOfMemoryAt(5)
-        _, _, trainer = fit_in(mode, armed_lit(package, "dropout", mode), only("auto"), package)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-        assert saved["callbacks"] == {"MemSaveCallback": {"micro_batch_size": 2}}
-        callback = only("auto")
-        settings = {"package": package, "max_epochs": 2}
-        trainer = make_trainer(package, callback, max_epochs=2)
-        trainer.fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
-        assert callback._micro_batches.size == 2
+        with mode:
+            lit = armed_lit(package, "dropout", mode)
+            fit(lit, only("auto"), package=package)[2].save_checkpoint(path)
+        for size, in_force, saved in (("auto", 2, 2), (4, 4, None), (None, None, None)):
+            trainer = make_trainer(package, callback := only(size), max_epochs=2)
+            trainer.fit(make_lit(package), ckpt_path=path)
+            if size == "auto":
+                assert callback._micro_batches.size == in_force
+            else:
+                assert callback.effective_arguments()["micro_batch_size"] == in_force
+            trainer.save_checkpoint(following)
+            for each in (path, following):
+                found = torch.load(each, weights_only=True)["callbacks"]
+                expected = 2 if each is path else saved
+                assert found == {"MemSaveCallback": {"micro_batch_size": expected}}
         with pytest.warns(UserWarning, match=r"add the following callbacks: \['MemSaveCallback'\]"):
-            make_trainer(**settings).fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
-
-    @pytest.mark.parametrize("size", [4, None])
-    def test_a_size_that_is_given_wins_over_that_in_the_checkpoint(self, package, size, tmp_path):
-        mode = OutOfMemoryAt(5)
-        _, _, trainer = fit_in(mode, armed_lit(package, "dropout", mode), only("auto"), package)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        callback = only(size)
-        trainer = make_trainer(package, callback, max_epochs=2)
-        trainer.fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
-        assert callback.effective_arguments()["micro_batch_size"] == size
-        trainer.save_checkpoint(tmp_path / "next.ckpt")
-        saved = torch.load(tmp_path / "next.ckpt", weights_only=True)
-        assert saved["callbacks"] == {"MemSaveCallback": {"micro_batch_size": None}}
+            make_trainer(package, max_epochs=2).fit(make_lit(package), ckpt_path=path)
 
     def test_loops_in_a_checkpoint_are_those_of_a_run_without_us(self, package, tmp_path):
         found = []
@@ -593,14 +462,12 @@ class TestOutOfMemory:
         assert found[0] == found[1]
 
     def test_does_not_claim_one_sample_where_no_batch_could_be_split(self, package):
-        lit = make_lit(package)
-
         def training_step(self, batch, batch_idx):
             if torch.is_grad_enabled():
                 raise torch.OutOfMemoryError(MESSAGE)
             return 0 * self.model(batch)  # in the proof
 
-        type(lit).training_step = training_step
+        lit = make_lit(package, training_step=training_step)
         with pytest.raises(MemoryExhaustedError, match="cannot be proven as long as") as caught:
             make_trainer(package, only("auto")).fit(lit)
         assert "one sample" not in str(caught.value)
@@ -608,7 +475,6 @@ class TestOutOfMemory:
 
     def test_floor(self, package):
         """With one sample there is nothing smaller: what was tried is said, all is restored."""
-        lit = make_lit(package)
 
         def training_step(self, batch, batch_idx):
             if not torch.is_grad_enabled():
@@ -616,7 +482,7 @@ class TestOutOfMemory:
             self.model(batch).backward()  # gradients that must not stay
             raise torch.OutOfMemoryError(MESSAGE)
 
-        type(lit).training_step = training_step
+        lit = make_lit(package, training_step=training_step)
         before = {name: value.clone() for name, value in lit.state_dict().items()}
         trainer = make_trainer(package, callback := only("auto"))
         with pytest.raises(MemoryExhaustedError) as caught:
@@ -629,9 +495,8 @@ class TestOutOfMemory:
         assert all(torch.equal(v, before[k]) for k, v in lit.state_dict().items())
         assert all(p.grad is None for p in lit.parameters())
         assert callback._micro_batches.runner is None
-        assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == (
-            "_AutomaticOptimization"
-        )
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        assert type(loop).__name__ == "_AutomaticOptimization"
 
     def test_a_fixed_size_raises_what_torch_raised(self, package):
         mode = OutOfMemoryAt(5)
@@ -639,8 +504,7 @@ class TestOutOfMemory:
             fit(armed_lit(package, "dropout", mode), only(2), package=package)
 
     def test_other_errors_are_not_caught(self, package):
-        lit = make_lit(package)
-        type(lit).training_step = lambda self, batch, batch_idx: batch @ batch
+        lit = make_lit(package, training_step=lambda self, batch, batch_idx: batch @ batch)
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             fit(lit, only("auto"), package=package)
 
@@ -648,7 +512,6 @@ class TestOutOfMemory:
         """The traceback would keep every tensor of the step (pytorch issue 18853)."""
         alive: list[list[bool]] = []
         refs: list[Any] = []
-        lit = make_lit()
 
         def training_step(self, batch, batch_idx):
             if not torch.is_grad_enabled():
@@ -660,10 +523,14 @@ class TestOutOfMemory:
                 raise torch.OutOfMemoryError(MESSAGE)
             return hidden.square().mean()
 
-        type(lit).training_step = training_step
         gc.disable()
         try:
-            fit(lit, only("auto"), limit_train_batches=1, limit_val_batches=0)
+            fit(
+                make_lit(training_step=training_step),
+                only("auto"),
+                limit_train_batches=1,
+                limit_val_batches=0,
+            )
         finally:
             gc.enable()
         assert alive[:2] == [[], [False]]
@@ -673,22 +540,14 @@ def long_fit(
     *places: int, smaller_from: int | None = None, sizes: tuple[int, ...] = (4,) * 9
 ) -> tuple[Any, OutOfMemoryAt, MemSaveCallback]:
     """Three windows of three batches."""
-    data = Vectors(sum(sizes)).data.split(sizes)
-    mode = OutOfMemoryAt(*places)
-    lit = armed_lit(PACKAGES["lightning"], "dropout", mode)
-    type(lit).train_dataloader = lambda self: loader_of(list(data))
-    callback = only("auto")
+    data = [*Vectors(sum(sizes)).data.split(sizes)]
+    mode, callback = OutOfMemoryAt(*places), only("auto")
+    lit = armed_lit(LIGHTNING, "dropout", mode, train_dataloader=lambda self: loader_of(data))
+    smaller = SmallerFrom(callback, smaller_from)
+    how = {"accumulate_grad_batches": 3, "limit_val_batches": 0, "log_every_n_steps": 1}
     torch.manual_seed(0)
     with mode:
-        result = fit(
-            lit,
-            callback,
-            SmallerFrom(callback, smaller_from),
-            accumulate_grad_batches=3,
-            limit_val_batches=0,
-            log_every_n_steps=1,
-        )
-    return result, mode, callback
+        return fit(lit, callback, smaller, **how), mode, callback
 
 
 class TestProbe:
@@ -706,73 +565,58 @@ class TestProbe:
         monkeypatch.setattr(training_state, "TrainingState", Noted)
         return taken
 
-    def test_gradients_are_copied_in_two_steps_only(self, gradients):
+    def test_gradients_are_copied_in_two_steps_and_for_a_batch_larger_than_any(self, gradients):
         long_fit()
         assert gradients == ["drop", "keep", "keep"] * 2 + ["drop", "leave", "leave"]
-
-    def test_gradients_are_copied_for_a_batch_larger_than_any_before(self, gradients):
         long_fit(sizes=(4, 4, 4, 4, 4, 4, 4, 4, 5))
         assert gradients[-3:] == ["drop", "leave", "keep"]
 
     @pytest.mark.filterwarnings(RETRIED)
-    def test_a_forward_pass_can_be_repeated_without_the_copy(self):
-        start = long_fit()[1].starts[7]
-        result, _, callback = long_fit(start + 3)
+    @pytest.mark.parametrize(("offset", "batch"), [(3, 7), (-1, 6)])
+    def test_a_forward_pass_and_the_first_batch_of_a_window_can_be_repeated(self, offset, batch):
+        """Without the copy."""
+        result, _, callback = long_fit(long_fit()[1].starts[7] + offset)
         assert callback._micro_batches.size == 2
-        assert_same(result, long_fit(smaller_from=7)[0])
+        assert_same(result, long_fit(smaller_from=batch)[0])
 
     def test_a_backward_pass_cannot_and_says_what_to_do(self):
         start = long_fit()[1].starts[8]
         with pytest.raises(MemoryExhaustedError, match="`micro_batch_size=4`"):
             long_fit(start - 1)
 
-    @pytest.mark.filterwarnings(RETRIED)
-    def test_the_first_batch_of_a_window_can_always_be_repeated(self):
-        start = long_fit()[1].starts[7]
-        result, _, callback = long_fit(start - 1)
-        assert callback._micro_batches.size == 2
-        assert_same(result, long_fit(smaller_from=6)[0])
-
-
-def fit_in(mode: OutOfMemoryAt, lit: Any, callback: Any, package: Any) -> Any:
-    with mode:
-        return fit(lit, callback, package=package)
-
 
 @functools.cache
 def fit_at_size_one() -> Any:
-    package = PACKAGES["lightning"]
     torch.manual_seed(0)
-    lit = armed_lit(package, "dropout", OutOfMemoryAt())
+    lit = armed_lit(LIGHTNING, "dropout", OutOfMemoryAt())
     limits = {"limit_train_batches": 3, "limit_val_batches": 0}
-    return fit(lit, only(1), log_every_n_steps=1, **limits)  # type: ignore[arg-type] # no package
+    return fit(lit, only(1), log_every_n_steps=1, **limits)
+
+
+def two_groups(params: Any, lr: float) -> torch.optim.Optimizer:
+    params = list(params)
+    return torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}])
 
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
     "NAdam": torch.optim.NAdam,
-    "two groups": lambda params: torch.optim.AdamW(
-        [{"params": ps} for ps in (list(params)[:4], list(params)[4:])]
-    ),
+    "two groups": two_groups,
 }
 
 
-def optimizer_of(name: str, lit: Any) -> torch.optim.Optimizer:
-    if name == "two groups":
-        params = list(lit.parameters())
-        return torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}])
-    result: torch.optim.Optimizer = OPTIMIZERS[name](lit.parameters(), lr=1e-3)
-    return result
+def lit_with(optimizer: str) -> Any:
+    make = OPTIMIZERS[optimizer]
+    return make_lit(configure_optimizers=lambda self: make(self.parameters(), lr=1e-3))
 
 
 class TestOutOfMemoryAroundTheBatch:
     """Memory runs out anywhere between the hooks around a batch that no update follows."""
 
     def run(self, *places: int, size: int | None = None) -> Any:
-        package = PACKAGES["lightning"]
-        mode = OutOfMemoryAt(*places)
-        lit = logging_lit(package, OutOfMemoryAt())
+        mode, callback = OutOfMemoryAt(*places), only("auto")
+        lit = logging_lit(LIGHTNING, OutOfMemoryAt())
         lit.norm = nn.BatchNorm1d(5)
         step = type(lit).training_step
 
@@ -780,21 +624,21 @@ class TestOutOfMemoryAroundTheBatch:
             return step(self, {**batch, "x": self.norm(batch["x"])}, batch_idx)
 
         type(lit).training_step = training_step
-        callback = only("auto")
-
-        class Arming(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-                if batch_idx == 1 and size is not None:
-                    callback._micro_batches.size = callback._micro_batches.runner.size = size
-                mode.is_armed = batch_idx == 1  # of a window of three
-
-            def on_train_batch_end(self, *args):
-                mode.is_armed = False
-
+        smaller = SmallerFrom(callback, None if size is None else 1, size or 0)
+        arming = callback_with(
+            on_train_batch_start=lambda self, trainer, pl_module, batch, batch_idx: setattr(
+                mode,
+                "is_armed",
+                batch_idx == 1,  # of a window of three
+            ),
+            on_train_batch_end=lambda *_: setattr(mode, "is_armed", False),
+        )
         limits: Any = {"limit_train_batches": 3, "limit_val_batches": 0, "log_every_n_steps": 1}
         torch.manual_seed(0)
         with mode:
-            result = fit(lit.double(), callback, Arming(), accumulate_grad_batches=3, **limits)
+            result = fit(
+                lit.double(), callback, smaller, arming, accumulate_grad_batches=3, **limits
+            )
         return result, mode, callback._micro_batches.size
 
     @pytest.mark.slow
@@ -836,15 +680,10 @@ class TestOutOfMemoryInTheStep:
         for place in range(0, 1000, 8):
             mode = OutOfMemoryAt(place)
             monkeypatch.setattr(_micro_batching, "allocate_state", armed_allocation(mode))
-            lit = make_lit()
-            type(lit).configure_optimizers = lambda self: optimizer_of(name, self)
+            lit = lit_with(name)
             before = {k: v.clone() for k, v in lit.state_dict().items()}
-            trainer = make_trainer(
-                PACKAGES["lightning"],
-                only("auto", optimizer=optimizer),
-                max_steps=1,
-                limit_val_batches=0,
-            )
+            callback = only("auto", optimizer=optimizer)
+            trainer = make_trainer(LIGHTNING, callback, max_steps=1, limit_val_batches=0)
             with mode, contextlib.suppress(MemoryExhaustedError):
                 trainer.fit(lit)
                 break
@@ -855,14 +694,12 @@ class TestOutOfMemoryInTheStep:
         assert len(trainer.optimizers[0].state) == len(list(lit.parameters()))
 
     def test_advice(self):
-        lit = make_lit()
-
         class Failing(torch.optim.SGD):
             def step(self, closure=None):
                 closure()
                 raise torch.OutOfMemoryError(MESSAGE)
 
-        type(lit).configure_optimizers = lambda self: Failing(self.parameters(), lr=0.1)
+        lit = make_lit(configure_optimizers=lambda self: Failing(self.parameters(), lr=0.1))
         with pytest.raises(MemoryExhaustedError, match=r"step of `Failing`.*Tried") as e:
             fit(lit, only("auto"))
         assert 'optimizer="8bit"' in str(e.value)
@@ -870,8 +707,7 @@ class TestOutOfMemoryInTheStep:
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_making_state_early_changes_nothing(self, name):
-        lit = make_lit()
-        type(lit).configure_optimizers = lambda self: optimizer_of(name, self)
+        lit = lit_with(name)
         assert_same(fit(lit), fit(lit, only("auto")))
 
 
@@ -886,21 +722,21 @@ def armed_allocation(mode: OutOfMemoryAt) -> Any:
 class TestMemory:
     def peak(self, lit: Any, *callbacks: Any, **settings: Any) -> int:
         with PeakMemory(lit) as peak:
-            trainer = make_trainer(PACKAGES["lightning"], *callbacks, max_epochs=1, **settings)
+            trainer = make_trainer(LIGHTNING, *callbacks, max_epochs=1, **settings)
             trainer.fit(lit)
         return peak.allocated_bytes
 
-    def make(self, width: int = 512, batch_size: int = 64) -> Any:
+    def make(self, width: int, batch_size: int) -> Any:
         torch.manual_seed(0)
-        model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())))
-        lit = make_lit(model=model)
-        cls = type(lit)
-        cls.training_step = lambda self, batch, batch_idx: self.model(batch).square().mean()
-        cls.validation_step = lambda self, batch, batch_idx: None
-        cls.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=1e-3)
+        layers = (m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU()))
         data = torch.randn(batch_size * 3, width)
-        cls.train_dataloader = lambda self: loader_of(list(data.split(batch_size)))
-        return lit
+        return make_lit(
+            model=nn.Sequential(*layers),
+            training_step=lambda self, batch, batch_idx: self.model(batch).square().mean(),
+            validation_step=no_step,
+            configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=1e-3),
+            train_dataloader=lambda self: loader_of(list(data.split(batch_size))),
+        )
 
     def test_activations_of_one_part_at_a_time(self):
         plain = self.peak(self.make(64, 1024))
@@ -927,13 +763,14 @@ class TestMemory:
 
         type(lit).training_step = training_step
         with LiveTensors(lit) as live:
-            make_trainer(PACKAGES["lightning"], only(1), precision="bf16-mixed").fit(lit)
+            make_trainer(LIGHTNING, only(1), precision="bf16-mixed").fit(lit)
         copies = sum(p.numel() * 2 for p in lit.parameters())
         assert max(alive[1:16]) - min(alive[1:16]) < 0.1 * copies
         assert alive[16] - alive[0] < 0.1 * copies
 
 
-def manual(lit: Any) -> Any:
+def manual() -> Any:
+    lit = make_lit()
     lit.automatic_optimization = False
     return lit
 
@@ -942,7 +779,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("make", "reason"),
         [
-            (lambda: manual(make_lit()), "automatic_optimization=False"),
+            (manual, "automatic_optimization=False"),
             (lambda: make_lit().to(torch.bfloat16), "torch.bfloat16"),
             (lambda: make_lit().half(), "torch.float16"),
         ],
@@ -951,8 +788,9 @@ class TestRefused:
         with pytest.raises(IncompatibleError, match=reason):
             fit(make(), only(2))
         callback = only("auto")
-        trainer = make_trainer(PACKAGES["lightning"], callback)
-        callback.setup(trainer_with(trainer, make()), trainer.strategy._lightning_module, "fit")
+        trainer = make_trainer(LIGHTNING, callback)
+        trainer.strategy._lightning_module = make()
+        callback.setup(trainer, trainer.lightning_module, "fit")
         assert row(callback).status == "off"
         assert reason in row(callback).details[0]
 
@@ -965,58 +803,33 @@ class TestRefused:
         assert "BatchSizeFinder" in row(callback).details[0]
 
     def test_exactness_bitwise_switches_the_default_off(self):
-        callback = MemSaveCallback(exactness="bitwise", predict=False, report=False)
+        callback = quiet(exactness="bitwise")
         fit(make_lit(), callback)
         assert row(callback).status == "off"
 
-    def test_disagreeing_sizes(self, package):
-        lit = make_lit(package)
-        cls = type(lit)
-        cls.training_step = lambda self, batch, batch_idx: self.model(batch[0])
-        batches = [(torch.randn(4, WIDTH), torch.zeros(5, 2))]
-        cls.train_dataloader = lambda self: loader_of(batches)
-        with pytest.raises(IncompatibleError, match=r"\[0\]: 4, \[1\]: 5.*split_batch="):
-            fit(lit, only(2), package=package)
-
-        def split(batch: Any, size: int) -> list[Any]:
-            return [(part, batch[1]) for part in batch[0].split(size)]
-
-        fit(lit, only(2, split_batch=split, loss_weight=lambda b: len(b[0])), package=package)
-
     def test_half_parameters_of_a_late_model(self):
-        lit = make_lit()
-        type(lit).configure_model = lambda self: self.model.to(torch.bfloat16)
+        lit = make_lit(configure_model=lambda self: self.model.to(torch.bfloat16))
         with pytest.raises(IncompatibleError, match=r"torch\.bfloat16"):
             fit(lit, only(2))
 
 
-def trainer_with(trainer: Any, lit: Any) -> Any:
-    trainer.strategy._lightning_module = lit
-    return trainer
-
-
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 def test_a_module_that_takes_the_iterator_is_left_alone(package):
-    lit = make_lit(package)
-
     def training_step(self, dataloader_iter):
-        batch, _, _ = next(dataloader_iter)
-        return self.model(batch)
+        return self.model(next(dataloader_iter)[0])
 
-    type(lit).training_step = training_step
+    lit = make_lit(package, training_step=training_step)
     settings = {"package": package, "max_steps": 3, "limit_val_batches": 0}
     assert_same(fit(lit, **settings), fit(lit, only("auto"), **settings))
 
 
 def test_a_step_that_returns_nothing(package):
-    lit = make_lit(package)
-    type(lit).training_step = lambda self, batch, batch_idx: None
+    lit = make_lit(package, training_step=no_step)
     before = copy.deepcopy(lit.state_dict())
     trainer = make_trainer(package, only(2))
     # Lightning says it once in a process.
-    importlib.import_module(
-        f"{package.__name__}.loops.optimization.automatic"
-    ).Closure.warning_cache.clear()
+    loops = importlib.import_module(f"{package.__name__}.loops.optimization.automatic")
+    loops.Closure.warning_cache.clear()
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         trainer.fit(lit)
     assert all(torch.equal(v, before[k]) for k, v in lit.state_dict().items())
@@ -1026,14 +839,9 @@ def test_a_step_that_returns_nothing(package):
 def test_hooks_run_in_order(package):
     """Gradients are zeroed before the first part; one optimizer step after the last."""
     events: list[str] = []
-    lit = make_lit(package)
-
-    def note(name: str) -> Any:
-        return lambda self, *args, **kwargs: events.append(name)
-
-    cls = type(lit)
-    for hook in ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step"):
-        setattr(cls, hook, note(hook))
+    hooks = ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step")
+    notes = {name: lambda self, *_, name=name: events.append(name) for name in hooks}
+    lit = make_lit(package, **notes)
     fit(lit, only(2), package=package, limit_train_batches=1, limit_val_batches=0)
     backward = "on_before_backward"
     assert events == ["on_before_zero_grad", backward, backward, "on_before_optimizer_step"]
@@ -1045,19 +853,18 @@ def test_the_callback_serves_a_second_fit_and_copies(package):
     first = fit(lit, copy.deepcopy(callback), package=package)
     assert_same(first, fit(lit, callback, package=package))
     assert_same(first, fit(lit, callback, package=package))
-    assert Vectors(4)[0].shape == loader(4).dataset[0].shape
 
 
 def wide_lit() -> Any:
     """A whole batch of it keeps about 350 MiB of activations, its weights 2 MiB."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
-    lit = make_lit(model=nn.Sequential(*blocks))
     data = list(torch.randn(3, 16384, 256))
-    cls = type(lit)
-    cls.training_step = lambda self, batch, batch_idx: self.model(batch).square().mean()
-    cls.train_dataloader = lambda self: loader_of(data)
-    return lit
+    return make_lit(
+        model=nn.Sequential(*blocks),
+        training_step=lambda self, batch, batch_idx: self.model(batch).square().mean(),
+        train_dataloader=lambda self: loader_of(data),
+    )
 
 
 @pytest.mark.gpu

@@ -22,32 +22,49 @@ from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.units import format_bytes
 from tests.callbacks.lit import (
-    PACKAGES,
+    LIGHTNING,
     Trace,
     assert_same,
+    callback_with,
     fit,
     loader,
     make_lit,
     make_trainer,
+    model_step,
+    peak_of,
+    quiet,
     rows_of,
+    summary_of,
 )
-from tests.cases import make_model
+from tests.helpers import assert_same as assert_same_nested
 from tests.helpers import snapshot
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
-LIGHTNING = PACKAGES["lightning"]
+TABLES = Offloading("embeddings", min_table_bytes=2**12)
+HALVE = MicroBatching("halve")
 
 
 def only(**settings: Any) -> MemSaveCallback:
     """Offloading and nothing else."""
-    quiet: dict[str, Any] = {"predict": False, "report": False}
-    return MemSaveCallback(**({"preset": "off", "offload": "optimizer"} | quiet | settings))
+    return quiet(**({"preset": "off", "offload": "optimizer"} | settings))
 
 
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
+def fused_lit(model: str) -> Any:
+    """A module whose step logs nothing, and whose optimizer allocates nothing on the way."""
+    return make_lit(
+        model=model,
+        training_step=model_step,
+        configure_optimizers=lambda self: torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True),
+    )
+
+
+def averages(package: Any) -> dict[str, Any]:
+    """The callbacks that read all weights in each step; older packages lack one."""
+    settings = {"StochasticWeightAveraging": {"swa_lrs": 1e-2, "swa_epoch_start": 1}}
+    settings |= {"EMAWeightAveraging": {}}
+    known = (name for name in settings if hasattr(package.callbacks, name))
+    return {n: lambda n=n: getattr(package.callbacks, n)(**settings[n]) for n in known}
 
 
 # True is both.
@@ -78,16 +95,13 @@ class TestBitwise:
     @pytest.mark.turns(2)
     def test_other_models_beside_other_settings(self, model):
         lit = make_lit(model=model)
-        callback = only(
-            activation_checkpointing="all",
-            micro_batch_size=MicroBatching("halve"),
-        )
+        callback = only(activation_checkpointing="all", micro_batch_size=HALVE)
         assert_same(fit(lit), fit(lit, callback))
 
     @pytest.mark.parametrize("settings", ["plain", "clipped by value", "accumulated", "bf16"])
     def test_updated_in_backward(self, package, settings):
         lit, how = make_lit(package), SETTINGS[settings]
-        callback = only(optimizer_in_backward=True, micro_batch_size=MicroBatching("halve"))
+        callback = only(optimizer_in_backward=True, micro_batch_size=HALVE)
         saving = fit(lit, callback, package=package, **how)
         assert_same(fit(lit, package=package, **how), saving)
         row = rows_of(callback)["optimizer_in_backward"]
@@ -106,14 +120,10 @@ class TestBitwise:
         assert rows_of(saving)["offload"].status == "on"
 
     def test_embeddings(self):
-        lit = make_lit(model="classifier")
-        callback = only(
-            offload=Offloading("parameters+embeddings", min_table_bytes=2**12),
-            activation_checkpointing="all",
-        )
-        plain = fit(lit, max_epochs=2, gradient_clip_val=0.5)
-        saving = fit(lit, callback, max_epochs=2, gradient_clip_val=0.5)
-        assert_same(plain, saving)
+        lit, how = make_lit(model="classifier"), {"max_epochs": 2, "gradient_clip_val": 0.5}
+        offload = Offloading("parameters+embeddings", min_table_bytes=2**12)
+        callback = only(offload=offload, activation_checkpointing="all")
+        assert_same(fit(lit, **how), fit(lit, callback, **how))
         row = rows_of(callback)["offload"]
         assert "1 embeddings on the host: 64.00 KiB" in row.details
         assert row.exactness == "bitwise"
@@ -122,7 +132,7 @@ class TestBitwise:
     @pytest.mark.parametrize("in_backward", [None, True])
     def test_embeddings_beside_rounded_updates(self, rounding, in_backward):
         callback = only(
-            offload=Offloading("embeddings", min_table_bytes=2**12),
+            offload=TABLES,
             low_precision_weights=rounding,
             optimizer_in_backward=in_backward,
             precision="bf16-mixed",
@@ -136,108 +146,74 @@ class TestBitwise:
     @pytest.mark.parametrize("in_backward", [None, True])
     def test_embeddings_are_predicted(self, in_backward):
         """On the device as exactly as without, and what there is less of it is on the host."""
-        lit = make_lit(model="classifier")
-
-        class Fused(type(lit)):  # type: ignore[misc]
-            def configure_optimizers(self) -> Any:
-                return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
-
-        lit.__class__ = Fused
+        lit = fused_lit("classifier")
+        # What is logged is alive beside the loss.
+        type(lit).training_step = type(make_lit()).training_step
         differences, peaks = [], []
-        for offload in (None, Offloading("embeddings", min_table_bytes=2**12)):
-            callback = only(
-                offload=offload, optimizer_in_backward=in_backward, report=True, predict=60
-            )
-            fit(lit, callback)
+        for offload in (None, TABLES):
+            how = {"optimizer_in_backward": in_backward, "report": True, "predict": 60}
+            fit(lit, callback := only(offload=offload, **how))
             assert callback.prediction is not None
             peaks.append(peak_of(callback))
             differences.append(callback.prediction.peak_bytes - peaks[-1])
         assert differences[0] == differences[1]
-        assert callback.monitor is not None
-        assert callback.monitor.summary is not None
         table = lit.model.embedding.weight.nbytes
         assert peaks[0] - peaks[1] >= 3 * table
-        held = callback.monitor.summary.host_bytes
+        held = summary_of(callback).host_bytes
         assert held == 4 * table + 4  # and the number of steps
         # The ids of a batch, and the gradient of their rows.
         ids_and_rows = 4 * 8 * (8 + 4 * 64)
         assert callback.prediction.peak.host_bytes == held + ids_and_rows
 
-    @pytest.mark.parametrize("kind", ["StochasticWeightAveraging", "EMAWeightAveraging"])
-    def test_averages_of_embeddings(self, package, kind):
+    def test_averages_of_weights_and_embeddings(self, package):
         """It reads all rows in each step."""
-        lit, found = make_lit(package, model="classifier"), []
-        how: dict[str, Any] = (
-            {"swa_lrs": 1e-2, "swa_epoch_start": 1} if kind.startswith("Stochastic") else {}
+        for name, make in averages(package).items():
+            how: dict[str, Any] = {"package": package, "max_epochs": 3}
+            runs = [fit(make_lit(package), make(), *own, **how) for own in ([], [only()])]
+            assert_same(*runs)
+            lit, tables = make_lit(package, "classifier"), only(offload=TABLES)
+            assert_same(
+                fit(lit, make(), only(offload=None), **how), fit(lit, make(), tables, **how)
+            )
+            assert any(name in detail for detail in rows_of(tables)["offload"].details)
+
+    @pytest.mark.parametrize(
+        ("settings", "how"),
+        [({"micro_batch_size": 2}, {"gradient_clip_val": 0.1}), ({"optimizer": "8bit"}, {})],
+        ids=["sums of micro-batches", "8-bit state"],
+    )
+    def test_what_else_is_on_the_host(self, settings, how):
+        lit = make_lit()
+        assert_same(
+            fit(lit, only(offload=None, **settings), **how), fit(lit, only(**settings), **how)
         )
-        for offload in (None, Offloading("embeddings", min_table_bytes=2**12)):
-            average = getattr(package.callbacks, kind)(**how)
-            callback = only(offload=offload)
-            found.append(fit(lit, average, callback, package=package, max_epochs=3))
-        assert_same(*found)
-        assert any(kind in detail for detail in rows_of(callback)["offload"].details)
-
-    def test_micro_batches_are_added_up_on_the_host(self):
-        lit = make_lit()
-        plain = fit(lit, MemSaveCallback(preset="off", micro_batch_size=2), gradient_clip_val=0.1)
-        saving = fit(lit, only(micro_batch_size=2), gradient_clip_val=0.1)
-        assert_same(plain, saving)
-
-    def test_8bit_state_is_on_the_host_too(self):
-        lit = make_lit()
-        quiet: dict[str, Any] = {"predict": False, "report": False}
-        plain = fit(lit, MemSaveCallback(preset="off", optimizer="8bit", **quiet))
-        saving = fit(lit, only(optimizer="8bit"))
-        assert_same(plain, saving)
 
     def test_manual_optimization(self):
-        lit = make_lit()
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            optimizer = self.optimizers()
+            loss = self.model(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            with torch.no_grad():
+                for param in self.parameters():
+                    param.data.clamp_(-0.1, 0.1)  # torch does not see it
+            return loss
 
-        class Manual(type(lit)):  # type: ignore[misc]
-            automatic_optimization = False
-
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                optimizer = self.optimizers()
-                loss = self.model(batch)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                self.clip_gradients(optimizer, 0.1, "norm")
-                optimizer.step()
-                with torch.no_grad():
-                    for param in self.parameters():
-                        param.data.clamp_(-0.1, 0.1)  # torch does not see it
-                return loss
-
-        lit.__class__ = Manual
+        lit = make_lit(automatic_optimization=False, training_step=training_step)
         callback = only()
         assert_same(fit(lit), fit(lit, callback))
-        assert "Manual.training_step" in rows_of(callback)["offload"].details[-1]
-
-    def test_averages_of_weights(self, package):
-        settings = {"StochasticWeightAveraging": {"swa_lrs": 1e-2, "swa_epoch_start": 1}}
-        if hasattr(package.callbacks, "EMAWeightAveraging"):  # older ones lack it
-            settings["EMAWeightAveraging"] = {}
-        for name, how in settings.items():
-            runs = [
-                fit(
-                    make_lit(package),
-                    getattr(package.callbacks, name)(**how),
-                    *callbacks,
-                    package=package,
-                    max_epochs=3,
-                )
-                for callbacks in ([], [only()])
-            ]
-            assert_same(*runs)
+        assert "Lit.training_step" in rows_of(callback)["offload"].details[-1]
 
     def test_hooks_that_change_weights_unseen(self):
-        class Clamp(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-                for param in pl_module.parameters():
-                    param.data.clamp_(-0.1, 0.1)
+        def clamp(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            for param in pl_module.parameters():
+                param.data.clamp_(-0.1, 0.1)
 
+        clamping = callback_with(name="Clamp", on_train_batch_end=clamp)
         lit, callback = make_lit(), only()
-        assert_same(fit(lit, Clamp()), fit(lit, callback, Clamp()))
+        assert_same(fit(lit, clamping), fit(lit, callback, clamping))
         assert "Clamp.on_train_batch_end" in rows_of(callback)["offload"].details[-1]
 
 
@@ -246,22 +222,16 @@ class TestLossOutsideOfTheModel:
 
     @staticmethod
     def lit() -> Any:
-        lit = make_lit(model="classifier")
+        def loss_of(self, x: Tensor, *_: Any) -> Tensor:
+            model, tokens = self.model, x.argsort(-1)[:, :8]
+            logits = model.head(model.run_blocks(model.embedding(tokens)))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-        class Outside(type(lit)):  # type: ignore[misc]
-            def loss_of(self, x: Tensor) -> Tensor:
-                model, tokens = self.model, x.argsort(-1)[:, :8]
-                logits = model.head(model.run_blocks(model.embedding(tokens)))
-                return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                return self.loss_of(batch)
-
-            def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-                self.log("val_loss", self.loss_of(batch))
-
-        lit.__class__ = Outside
-        return lit
+        return make_lit(
+            model="classifier",
+            training_step=loss_of,
+            validation_step=lambda self, batch, _: self.log("val_loss", loss_of(self, batch)),
+        )
 
     @pytest.mark.parametrize("settings", ["plain", "bf16"])
     @pytest.mark.parametrize("what", ["optimizer", "parameters", True])
@@ -278,12 +248,10 @@ class TestLossOutsideOfTheModel:
 
     def test_in_the_preset(self):
         chunked = ChunkedCrossEntropy(heads="model.head")
-        callback = MemSaveCallback(
-            preset="offload", chunked_cross_entropy=chunked, predict=False, report=False
-        )
+        callback = quiet(preset="offload", chunked_cross_entropy=chunked)
         fit(self.lit(), callback, **SETTINGS["validated"])
-        assert rows_of(callback)["offload"].status == "on"
-        assert rows_of(callback)["chunked_cross_entropy"].status == "on"
+        for name in ("offload", "chunked_cross_entropy"):
+            assert rows_of(callback)[name].status == "on"
 
 
 class TestOutOfMemory:
@@ -295,8 +263,9 @@ class TestOutOfMemory:
         """Some gradients have come by then, of which nothing may be left."""
         runs = []
         for offload in (None, Offloading(what, min_bytes=1)):
-            callback = only(offload=offload, micro_batch_size=MicroBatching("halve"))
-            losses, state, _ = fit(FailsOnce(), callback, accumulate_grad_batches=accumulated)
+            callback = only(offload=offload, micro_batch_size=HALVE)
+            lit = make_lit(model="tied", training_step=fails_once)
+            losses, state, _ = fit(lit, callback, accumulate_grad_batches=accumulated)
             assert FAILURES == [3]
             FAILURES.clear()
             runs.append((losses, state))
@@ -307,33 +276,22 @@ class TestOutOfMemory:
 FAILURES: list[int] = []
 
 
-class FailsOnce(LIGHTNING.LightningModule):  # type: ignore[misc, name-defined]
+def fails_once(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
     """Memory runs out at the end of a backward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_model("tied")
+    def fail(_: Tensor) -> None:
+        if batch_idx == 3 and not FAILURES:
+            FAILURES.append(batch_idx)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        def fail(_: Tensor) -> None:
-            if batch_idx == 3 and not FAILURES:
-                FAILURES.append(batch_idx)
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    def watch(_: Any, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
 
-        def watch(_: Any, __: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(fail)
-
-        hook = self.model.get_submodule("blocks.0").register_forward_hook(watch)
-        loss: Tensor = self.model(batch)
-        hook.remove()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def train_dataloader(self) -> Any:
-        return loader()
+    hook = self.model.get_submodule("blocks.0").register_forward_hook(watch)
+    loss: Tensor = self.model(batch)
+    hook.remove()
+    return loss
 
 
 class TestCheckpoints:
@@ -352,9 +310,7 @@ class TestCheckpoints:
             trainer.fit(first)
             files.append(tmp_path / f"{name}.ckpt")
             trainer.save_checkpoint(files[-1])
-        one, other = (torch.load(file, weights_only=True) for file in files)
-        assert_equal_nested(one["state_dict"], other["state_dict"])
-        assert_equal_nested(one["optimizer_states"], other["optimizer_states"])
+        assert_same_checkpoints(*files)
         runs = []
         for file, is_saving in ((files[0], False), (files[1], resumes_with)):
             resumed, trace = copy.deepcopy(lit), Trace(LIGHTNING)
@@ -370,36 +326,24 @@ class TestCheckpoints:
 
         class Save(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
             def __init__(self, name: str) -> None:
-                self.name = name
+                self.path = tmp_path / name
 
             def on_before_zero_grad(self, *_: Any) -> None:
                 """Before the first step there is nothing to wait for."""
 
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                trainer.save_checkpoint(tmp_path / self.name)
+                trainer.save_checkpoint(self.path)
 
         lit = make_lit()
-        fit(lit, Save("plain"))
-        fit(lit, only(), Save("saving"))
-        one, other = (
-            torch.load(tmp_path / name, weights_only=True) for name in ("plain", "saving")
-        )
-        assert_equal_nested(one["state_dict"], other["state_dict"])
-        assert_equal_nested(one["optimizer_states"], other["optimizer_states"])
+        fit(lit, plain := Save("plain"))
+        fit(lit, only(), saving := Save("saving"))
+        assert_same_checkpoints(plain.path, saving.path)
 
 
-def assert_equal_nested(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal_nested(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        for first, second in zip(one, other, strict=True):
-            assert_equal_nested(first, second)
-    else:
-        assert one == other
+def assert_same_checkpoints(*paths: Any) -> None:
+    one, other = (torch.load(path, weights_only=True) for path in paths)
+    for key in ("state_dict", "optimizer_states"):
+        assert_same_nested(one[key], other[key])
 
 
 class TestMemory:
@@ -407,12 +351,11 @@ class TestMemory:
     @pytest.mark.turns(2)
     def test_is_predicted_to_the_byte(self, settings):
         lit = silent_lit("tied")
-        how: dict[str, Any] = {"micro_batch_size": MicroBatching("halve")}
+        how: dict[str, Any] = {"micro_batch_size": HALVE}
         callback, plain = only(predict=60, **how), only(offload=None, report=True, **how)
         for each in (callback, plain):
             fit(lit, each, **SETTINGS[settings])
-        assert callback.prediction is not None
-        assert callback.prediction.peak_bytes == peak_of(callback)
+        assert_predicted(callback)
         weights = sum(p.nbytes for p in lit.parameters())
         # The state, and gradients except those that are on their way.
         assert peak_of(callback) < peak_of(plain) - 2 * weights
@@ -421,40 +364,31 @@ class TestMemory:
     @pytest.mark.parametrize("what", ["optimizer", "parameters"])
     def test_of_half_precision_is_predicted(self, what):
         """The proof of the loss computes in float32, and needs no more than a step."""
-        callback = MemSaveCallback(preset="single_gpu", offload=what, predict=60, report=False)
+        callback = quiet(preset="single_gpu", offload=what, predict=60)
         fit(silent_lit("eager_bert"), callback)
-        assert callback.prediction is not None
-        assert callback.prediction.peak_bytes == peak_of(callback)
+        assert_predicted(callback)
         assert rows_of(callback)["low_precision_weights"].value == "'master'"
-        assert callback.monitor is not None
-        assert callback.monitor.summary is not None
+        summary = summary_of(callback)
         host = format_bytes(callback.prediction.peak.host_bytes)
-        held = format_bytes(callback.monitor.summary.host_bytes)
-        assert dict(callback.monitor.summary.rows())["on the host"] == f"{held}, predicted {host}"
+        held = format_bytes(summary.host_bytes)
+        assert dict(summary.rows())["on the host"] == f"{held}, predicted {host}"
         assert f"and {host} on the host: what is offloaded" in str(callback.prediction)
 
     @pytest.mark.parametrize("low", [None, "master", "split"])
     @pytest.mark.parametrize("optimizer", [None, "8bit"])
     def test_host_bytes_are_predicted(self, optimizer, low):
         """Of gradients, there is room for two blocks."""
-        lit = silent_lit("tied")
-
-        class Fused(type(lit)):  # type: ignore[misc]
-            def configure_optimizers(self) -> Any:
-                return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
-
-        lit.__class__ = Fused
+        lit = fused_lit("tied")
         callback = only(
             predict=60,
             optimizer=optimizer and LowBitOptimizer(force_8bit=("*",)),
             low_precision_weights=low,
             precision=low and "bf16-mixed",
             optimizer_in_backward=True,
-            micro_batch_size=MicroBatching("halve"),
+            micro_batch_size=HALVE,
         )
         fit(lit, callback)
-        assert callback.prediction is not None
-        assert callback.prediction.peak_bytes == peak_of(callback)
+        assert_predicted(callback)
         params = [*lit.parameters()]
         large = [p for p in params if p.numel() >= 4096]
         in_8bit = large if optimizer else []
@@ -470,10 +404,8 @@ class TestMemory:
             host_bytes += 4 * sum(p.ndim > 1 for p in params)
             temporary_bytes = 2 * largest
         assert callback.prediction.peak.host_bytes == host_bytes + temporary_bytes
-        assert callback.monitor is not None
-        assert callback.monitor.summary is not None
         # Each tensor begins at a multiple of so many bytes.
-        held_bytes = callback.monitor.summary.host_bytes
+        held_bytes = summary_of(callback).host_bytes
         assert 0 <= held_bytes - host_bytes <= ALIGNMENT_BYTES * 4 * len(params)
 
     @pytest.mark.parametrize(
@@ -487,14 +419,10 @@ class TestMemory:
     )
     def test_of_other_parts_is_predicted(self, what, model):
         lit = silent_lit(model)
-        callback = only(
-            offload=Offloading(what, min_bytes=1),
-            activation_checkpointing="all",
-            predict=60,
-        )
+        offload = Offloading(what, min_bytes=1)
+        callback = only(offload=offload, activation_checkpointing="all", predict=60)
         fit(lit, callback)
-        assert callback.prediction is not None
-        assert callback.prediction.peak_bytes == peak_of(callback)
+        assert_predicted(callback)
 
     def test_after_the_fit_nothing_is_on_the_host(self):
         lit = make_lit()
@@ -508,39 +436,28 @@ class TestMemory:
         lit = make_lit()
         before = inner(lit)
 
-        class Fail(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
-            def on_train_batch_start(self, *args: Any) -> None:
-                if args[-1] == 2:
-                    raise KeyError("the user's")
+        def fail(*args: Any) -> None:
+            if args[-1] == 2:
+                raise KeyError("the user's")
 
         with pytest.raises(KeyError):
-            make_trainer(LIGHTNING, only(), Fail()).fit(lit)
+            make_trainer(LIGHTNING, only(), callback_with(on_train_batch_start=fail)).fit(lit)
         assert inner(lit) == before
 
 
 def silent_lit(model: str) -> Any:
     """A module whose step logs nothing, so that its memory is that of the model."""
-    lit = make_lit(model=model)
+    return make_lit(model=model, training_step=model_step)
 
-    class Silent(type(lit)):  # type: ignore[misc]
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.model(batch)
 
-    lit.__class__ = Silent
-    return lit
+def assert_predicted(callback: MemSaveCallback) -> None:
+    assert callback.prediction is not None
+    assert callback.prediction.peak_bytes == peak_of(callback)
 
 
 def inner(lit: Any) -> dict[str, Any]:
     """All modules but the LightningModule itself, on which the Trainer leaves its own marks."""
     return {name: seen for name, seen in snapshot(lit).items() if name}
-
-
-def peak_of(callback: MemSaveCallback) -> int:
-    assert callback.monitor is not None
-    summary = callback.monitor.summary
-    assert summary is not None
-    assert summary.peak_bytes is not None
-    return summary.peak_bytes
 
 
 class TestMasters:
@@ -549,11 +466,8 @@ class TestMasters:
         callback = only(preset="single_gpu", precision="bf16-mixed", low_precision_weights="master")
         losses, state, _ = fit(make_lit(), callback, max_epochs=2)
         rows = rows_of(callback)
-        assert (
-            rows["low_precision_weights"]
-            .details[0]
-            .startswith("9 tensors in bfloat16 on the device, in float32 on the host")
-        )
+        said = "9 tensors in bfloat16 on the device, in float32 on the host"
+        assert rows["low_precision_weights"].details[0].startswith(said)
         assert rows["optimizer_in_backward"].status == "off"
         assert losses[-1] < losses[0]
         assert all(value.dtype is torch.float32 for value in state.values())
@@ -564,16 +478,14 @@ class TestMasters:
         """Checkpoints load with and without updates in backward, and with whole masters."""
         lit = make_lit(model="tied")
 
-        def train(
-            name: str, rounding: str, start: str | None = None, *, after: bool = False
-        ) -> Any:
+        def train(name: str, rounding: str, start: Any = None, *, after: bool = False) -> Any:
             module = copy.deepcopy(lit)
             callback = only(
                 precision="bf16-mixed",
                 low_precision_weights=rounding,
                 optimizer=optimizer,
                 optimizer_in_backward=None if after else True,
-                micro_batch_size=MicroBatching("halve"),
+                micro_batch_size=HALVE,
             )
             epochs = 1 if start is None else 2
             trainer = make_trainer(LIGHTNING, callback, max_epochs=epochs, val_check_interval=2)
@@ -587,8 +499,8 @@ class TestMasters:
         train("one", "split")
         resumed, saved = train("two", "split", "one")
         again, expected = train("again", "split", "one", after=True)
-        assert_equal_nested(dict(resumed), dict(again))
-        assert_equal_nested(saved["optimizer_states"], expected["optimizer_states"])
+        assert_same_nested(dict(resumed), dict(again))
+        assert_same_nested(saved["optimizer_states"], expected["optimizer_states"])
         masters, _ = train("masters", "master", "one")
         for key, value in masters.items():
             assert value.dtype is resumed[key].dtype is torch.float32
@@ -616,13 +528,13 @@ class TestMasters:
     def test_averages_of_weights_in_two_halves(self):
         """Hooks between steps see whole weights."""
 
-        class Look(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-                assert not any(p.isnan().any() for p in pl_module.parameters())
+        def look(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            assert not any(p.isnan().any() for p in pl_module.parameters())
 
         how: dict[str, Any] = {"precision": "bf16-mixed", "low_precision_weights": "split"}
         for in_backward in (True, None):
-            losses, _, _ = fit(make_lit(), only(**how, optimizer_in_backward=in_backward), Look())
+            callback = only(**how, optimizer_in_backward=in_backward)
+            losses, _, _ = fit(make_lit(), callback, callback_with(on_train_batch_end=look))
             assert not torch.tensor(losses).isnan().any()
 
 
@@ -694,18 +606,13 @@ def test_state_of_tables_is_on_the_host():
         micro_batch_size=2,
         report=True,
     )
-    lit = make_lit(model="tied")
 
-    class TableFirst(type(lit)):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            table = self.model.embedding.weight
-            return torch.optim.AdamW(sorted(self.parameters(), key=lambda p: p is not table))
+    def configure_optimizers(self: Any) -> Any:
+        table = self.model.embedding.weight
+        return torch.optim.AdamW(sorted(self.parameters(), key=lambda p: p is not table))
 
-    lit.__class__ = TableFirst
-    fit(lit, callback)
-    assert callback.monitor is not None
-    assert callback.monitor.summary is not None
-    assert callback.monitor.summary.to_dict()["by_category"]["optimizer_state"] == 0
+    fit(make_lit(model="tied", configure_optimizers=configure_optimizers), callback)
+    assert summary_of(callback).to_dict()["by_category"]["optimizer_state"] == 0
 
 
 @pytest.mark.parametrize(
@@ -730,10 +637,12 @@ def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes
         fit(lit, only(host_budget=needed - 1, **how))
 
 
+SPLIT = {"low_precision_weights": "'split'"}
+
+
 class TestPreset:
     def test_is_on(self):
-        callback = MemSaveCallback(preset="offload", predict=False, report=False)
-        fit(make_lit(model="transformer"), callback)
+        fit(make_lit(model="transformer"), callback := quiet(preset="offload"))
         rows = rows_of(callback)
         on = {"offload", "low_precision_weights", "activation_checkpointing", "precision"}
         assert {name for name, row in rows.items() if row.status == "on"} >= on
@@ -741,9 +650,7 @@ class TestPreset:
         assert "optimizer" not in rows
 
     def test_is_bitwise_on_a_cpu(self):
-        callback = MemSaveCallback(
-            preset="offload", exactness="bitwise", predict=False, report=False
-        )
+        callback = quiet(preset="offload", exactness="bitwise")
         make_trainer(LIGHTNING, callback, max_epochs=1).fit(make_lit())
         row = rows_of(callback)["offload"]
         assert (row.status, row.exactness) == ("on", "bitwise")
@@ -753,24 +660,15 @@ class TestPreset:
         ("num_bytes", "settings"),
         [
             (18, {"low_precision_weights": "'master'"}),
-            (16, {"low_precision_weights": "'split'"}),
-            (14, {"low_precision_weights": "'split'", "optimizer_in_backward": "True"}),
-            (
-                9,
-                {
-                    "low_precision_weights": "'split'",
-                    "optimizer": "'8bit'",
-                    "optimizer_in_backward": "True",
-                },
-            ),
+            (16, SPLIT),
+            (14, SPLIT | {"optimizer_in_backward": "True"}),
+            (9, SPLIT | {"optimizer_in_backward": "True", "optimizer": "'8bit'"}),
         ],
     )
     def test_takes_the_fastest_form_for_which_the_host_has_memory(self, num_bytes, settings):
         lit = make_lit(model="transformer")
         num_elements = sum(p.numel() for p in lit.parameters())
-        callback = MemSaveCallback(
-            preset="offload", host_budget=num_bytes * num_elements, predict=False, report=False
-        )
+        callback = quiet(preset="offload", host_budget=num_bytes * num_elements)
         fit(lit, callback)
         rows = rows_of(callback)
         names = ("low_precision_weights", "optimizer", "optimizer_in_backward")
@@ -782,8 +680,7 @@ class TestPreset:
     def test_without_memory_on_the_host_is_the_next_smaller_preset(self):
         rows = []
         for settings in ({"preset": "offload", "host_budget": 2**10}, {"preset": "single_gpu"}):
-            callback = MemSaveCallback(predict=False, report=False, **settings)
-            fit(make_lit(model="transformer"), callback)
+            fit(make_lit(model="transformer"), callback := quiet(**settings))
             rows.append(rows_of(callback))
         least = rows[0].pop("offload")
         assert least.status == "off"
@@ -793,14 +690,14 @@ class TestPreset:
     def test_of_others_yields_to_what_the_host_has(self):
         lit = make_lit(model="transformer")
         needed = 11 * sum(p.numel() for p in lit.parameters())
-        how: dict[str, Any] = {"preset": "classic", "predict": False, "report": False}
-        callback = MemSaveCallback(offload="optimizer", host_budget=needed, **how)
+        how: dict[str, Any] = {"preset": "classic", "offload": "optimizer"}
+        callback = quiet(host_budget=needed, **how)
         fit(lit, callback)
         assert rows_of(callback)["optimizer"].value == "'8bit'"
         with pytest.raises(IncompatibleError, match=r"pass `host_budget=\d+`") as caught:
-            fit(lit, MemSaveCallback(offload="optimizer", host_budget=2**10, **how))
+            fit(lit, quiet(host_budget=2**10, **how))
         least = int(str(caught.value).split("host_budget=")[1].split("`")[0])
-        fit(lit, MemSaveCallback(offload="optimizer", host_budget=least, **how))
+        fit(lit, quiet(host_budget=least, **how))
 
     def test_leaves_a_table_on_the_device_that_a_head_computes_with(self):
         """It has the 64 MiB from which on tables go to the host; a second fit has none."""
@@ -817,9 +714,7 @@ class TestPreset:
 
         lit = silent_lit("classifier")
         lit.model = Tied()
-        callback = MemSaveCallback(
-            preset="offload", chunked_cross_entropy=None, predict=False, report=False
-        )
+        callback = quiet(preset="offload", chunked_cross_entropy=None)
         fit(lit, callback, max_steps=1)
         row = rows_of(callback)["offload"]
         assert row.status == "on"
@@ -836,9 +731,9 @@ def keeping_tables(rounding: str) -> LowPrecisionWeights:
 def test_tables_alone_turn_off_nothing():
     tables = Offloading("embeddings", min_table_bytes=4)
     callback = only(preset="single_gpu", offload=tables)
-    lit = make_lit(model=nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)))
-    type(lit).training_step = lambda self, batch, index: (
-        self.model(batch.argsort(-1)).square().mean()
+    lit = make_lit(
+        model=nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)),
+        training_step=lambda self, batch, _: self.model(batch.argsort(-1)).square().mean(),
     )
     trainer = make_trainer(LIGHTNING, callback, max_steps=2, limit_val_batches=0)
     trainer.fit(lit, loader())
@@ -848,45 +743,30 @@ def test_tables_alone_turn_off_nothing():
     assert rows["low_precision_weights"].value == "'stochastic'"
 
 
-@pytest.mark.parametrize("force_8bit", [(), ("*",)])
-def test_tables_with_an_8bit_optimizer_have_the_same_bits(force_8bit):
-    found = []
-    for offload in (None, Offloading("embeddings", min_table_bytes=4)):
-        callback = only(offload=offload, optimizer=LowBitOptimizer(force_8bit=force_8bit))
-        found.append(fit(make_lit(model="classifier"), callback, max_epochs=2))
-        assert rows_of(callback)["optimizer"].status == "on"
-    assert_same(*found)
-
-
 BF16: dict[str, Any] = {"precision": "bf16-mixed"}
+IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True}
+EIGHT_BITS = LowBitOptimizer(force_8bit=("*",))
+BY_VALUE: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+
+
+def rounded(rounding: str) -> dict[str, Any]:
+    return BF16 | {"low_precision_weights": keeping_tables(rounding)}
+
+
 BESIDE_TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clipped by norm": ({}, {"gradient_clip_val": 0.1}),
-    "clipped by value": ({}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+    "clipped by value": ({}, BY_VALUE),
     "accumulated": ({}, {"accumulate_grad_batches": 2}),
-    "in backward": ({"optimizer_in_backward": True}, {}),
-    "in backward, clipped": (
-        {"optimizer_in_backward": True},
-        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    ),
-    "in backward, accumulated": ({"optimizer_in_backward": True}, {"accumulate_grad_batches": 2}),
-    "8-bit in backward": (
-        {"optimizer": LowBitOptimizer(force_8bit=("*",)), "optimizer_in_backward": True},
-        {},
-    ),
-    "8-bit and kahan": (
-        {"optimizer": "8bit", "low_precision_weights": keeping_tables("kahan")} | BF16,
-        {},
-    ),
-    "stochastic in backward": (
-        {"low_precision_weights": keeping_tables("stochastic"), "optimizer_in_backward": True}
-        | BF16,
-        {},
-    ),
-    "master": ({"low_precision_weights": keeping_tables("master")} | BF16, {}),
-    "split in backward": (
-        {"low_precision_weights": keeping_tables("split"), "optimizer_in_backward": True} | BF16,
-        {},
-    ),
+    "in backward": (IN_BACKWARD, {}),
+    "in backward, clipped": (IN_BACKWARD, BY_VALUE),
+    "in backward, accumulated": (IN_BACKWARD, {"accumulate_grad_batches": 2}),
+    "8-bit": ({"optimizer": LowBitOptimizer()}, {}),
+    "8-bit, all": ({"optimizer": EIGHT_BITS}, {}),
+    "8-bit in backward": (IN_BACKWARD | {"optimizer": EIGHT_BITS}, {}),
+    "8-bit and kahan": (rounded("kahan") | {"optimizer": "8bit"}, {}),
+    "stochastic in backward": (rounded("stochastic") | IN_BACKWARD, {}),
+    "master": (rounded("master"), {}),
+    "split in backward": (rounded("split") | IN_BACKWARD, {}),
 }
 
 
@@ -910,10 +790,8 @@ def test_tables_have_the_same_bits_beside(name):
 def test_tables_of_a_preset_of_one_gpu(in_backward, clip):
     """Each runs, or is refused in words; a preset keeps what goes together."""
     tables = Offloading("embeddings", min_table_bytes=4)
-    how: dict[str, Any] = {"optimizer_in_backward": True} if in_backward else {}
-    callback = MemSaveCallback(
-        preset="single_gpu", offload=tables, predict=False, report=False, **how
-    )
+    how = IN_BACKWARD if in_backward else {}
+    callback = quiet(preset="single_gpu", offload=tables, **how)
     if in_backward and clip:
         with pytest.raises(IncompatibleError, match="the norm of all gradients is known only"):
             fit(make_lit(model="classifier"), callback, **clip)

@@ -1,5 +1,4 @@
 import gc
-import importlib
 import json
 import logging
 import pickle
@@ -17,7 +16,6 @@ from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_memsave.callbacks import oom_observer
-from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, MemsaveWarning
 from lightning_memsave.measure.allocator import AllocatorReading
@@ -28,7 +26,15 @@ from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.units import GIB
 from tests import out_of_memory
-from tests.callbacks.lit import Vectors, make_lit, make_trainer
+from tests.callbacks.lit import (
+    LIGHTNING,
+    Vectors,
+    callback_with,
+    make_lit,
+    make_trainer,
+    only,
+    quiet,
+)
 from tests.cases import WIDTH, make_model
 from tests.helpers import set_clock
 from tests.oom import messages as oom_messages
@@ -39,11 +45,6 @@ TEXT, JSON = Path("memsave_oom.txt"), Path("memsave_oom.json")
 
 
 pytestmark = pytest.mark.usefixtures("only_own_tensors", "no_prediction")
-
-
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def package(request):
-    return importlib.import_module(request.param)
 
 
 @pytest.fixture
@@ -72,11 +73,25 @@ class Failing(nn.Module):
         return loss
 
 
-def fit_until_out_of_memory(package, lit, *callbacks, error=torch.OutOfMemoryError, **settings):
+def fit_until_out_of_memory(
+    package, lit, *callbacks, error=torch.OutOfMemoryError, stage="fit", **settings
+):
     trainer = make_trainer(package, *callbacks, num_sanity_val_steps=0, **settings)
     with pytest.raises(error) as raised:
-        trainer.fit(lit)
+        getattr(trainer, stage)(lit)
     return trainer, raised.value
+
+
+def fail(package, *callbacks, at=2, error=None, **settings):
+    """Let a model run out of memory in a batch; give the error, and what is written of it."""
+    lit, kind = make_lit(package, Failing(at, error)), type(error or torch.OutOfMemoryError())
+    _, raised = fit_until_out_of_memory(package, lit, *callbacks, error=kind, **settings)
+    assert raised is lit.model.error
+    return raised, written()
+
+
+def written():
+    return json.loads(JSON.read_text()) if JSON.exists() else None
 
 
 def sizes_of(lit, trainer):
@@ -88,9 +103,9 @@ def sizes_of(lit, trainer):
 
 
 def test_writes_what_the_message_says_and_what_was_alive(package):
-    lit = make_lit(package, Failing(at=3))
-    trainer, _ = fit_until_out_of_memory(package, lit, OOMObserver())
-    found = json.loads(JSON.read_text())
+    lit, observer = make_lit(package, Failing(at=3)), OOMObserver()
+    trainer, _ = fit_until_out_of_memory(package, lit, observer)
+    found = written()
     assert found["diagnosis"]["cause"] == "fragmentation"
     assert found["diagnosis"]["oom"]["phase"] == "forward"
     assert found["diagnosis"]["oom"]["requested_bytes"] == 764 * 2**20
@@ -114,23 +129,16 @@ def test_writes_what_the_message_says_and_what_was_alive(package):
     assert found["alive"]["total_bytes"] == sum(by_category.values())
     names = [one["name"] for one in found["alive"]["largest"]]
     assert "model.inner.blocks.0.up.weight" in names
-    assert any(
-        name.startswith("scores in Failing.forward (test_oom_observer.py:") for name in names
-    )
+    scores = "scores in Failing.forward (test_oom_observer.py:"
+    assert any(name.startswith(scores) for name in names)
     assert "training_step" in found["traceback"]
     assert found["versions"]["torch"]
-
-
-def test_writes_it_as_text_too(package):
-    lit = make_lit(package, Failing(at=2))
-    observer = OOMObserver()
-    fit_until_out_of_memory(package, lit, observer)
     text = TEXT.read_text()
     assert text == str(observer.report)
     for line in (
         "Out of memory on cuda:0 in forward: free memory is scattered between tensors.",
         "  1. Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before Python starts",
-        "  global step: 1",
+        "  global step: 2",
         "  batch: (4, 64) float32 on cpu",
         "Tensors that were alive:",
         "optimizer_state",
@@ -139,14 +147,13 @@ def test_writes_it_as_text_too(package):
         assert line in text
 
 
-class ArmBefore:
+def arm_before(package, mode, hook):
     """Arms a mode that runs out of memory before a phase of the second step."""
 
-    def __init__(self, package, mode, hook):
-        def arm(self, trainer, *args):
-            mode.is_armed = trainer.global_step == 1
+    def arm(self, trainer, *args):
+        mode.is_armed = trainer.global_step == 1
 
-        self.callback = type("Arm", (package.Callback,), {hook: arm})()
+    return callback_with(package, **{hook: arm})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,7 @@ def test_tells_the_phase(package, real_message, hook, phase):
     observer = OOMObserver()
     lit = make_lit(package)
     with mode:
-        fit_until_out_of_memory(package, lit, observer, ArmBefore(package, mode, hook).callback)
+        fit_until_out_of_memory(package, lit, observer, arm_before(package, mode, hook))
     assert observer.report.diagnosis.oom.phase == phase
     by_category = observer.report.alive.by_category()
     assert by_category["gradient"] > 0
@@ -169,36 +176,30 @@ def test_tells_the_phase(package, real_message, hook, phase):
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_observes_evaluation(package, stage):
-    trainer = make_trainer(package, OOMObserver())
-    with pytest.raises(torch.OutOfMemoryError):
-        getattr(trainer, stage)(make_lit(package, Failing(at=2)))
-    found = json.loads(JSON.read_text())
-    assert found["where"]["stage"] == stage
-    assert found["where"]["batch"] == 1
+    _, found = fail(package, OOMObserver(), stage=stage)
+    assert (found["where"]["stage"], found["where"]["batch"]) == (stage, 1)
     assert found["batch"]
 
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("out of range"), RuntimeError("CUDA error: an illegal memory access"), None],
-    ids=["ValueError", "RuntimeError", "no error"],
+    [
+        *(ValueError("out of range"), RuntimeError("CUDA error: an illegal memory access")),
+        *(KeyboardInterrupt(), None),
+    ],
+    ids=repr,
 )
 def test_writes_nothing_when_memory_did_not_run_out(package, error):
     observer = OOMObserver()
+    lit = make_lit(package, Failing(at=99 if error is None else 2, error=error))
     if error is None:
-        make_trainer(package, observer).fit(make_lit(package))
+        make_trainer(package, observer).fit(lit)
     else:
-        lit = make_lit(package, Failing(at=2, error=error))
-        fit_until_out_of_memory(package, lit, observer, error=type(error))
+        kind = SystemExit if isinstance(error, KeyboardInterrupt) else type(error)
+        fit_until_out_of_memory(package, lit, observer, error=kind)
     assert observer.report is None
     assert not TEXT.exists()
     assert not JSON.exists()
-
-
-def test_writes_nothing_for_an_interrupt(package):
-    lit = make_lit(package, Failing(at=2, error=KeyboardInterrupt()))
-    fit_until_out_of_memory(package, lit, OOMObserver(), error=SystemExit)
-    assert not TEXT.exists()
 
 
 def test_looks_behind_an_error_that_memory_caused(package):
@@ -227,25 +228,20 @@ def test_looks_behind_an_error_that_memory_caused(package):
     ids=["CPU", "CUBLAS", "a library's own words", "MemoryError"],
 )
 def test_observes_whatever_counts_as_out_of_memory(package, error):
-    lit = make_lit(package, Failing(at=2, error=error))
-    _, raised = fit_until_out_of_memory(package, lit, OOMObserver(), error=type(error))
-    assert raised is error
-    assert json.loads(JSON.read_text())["alive"]["by_category"]["parameter"] > 0
+    _, found = fail(package, OOMObserver(), error=error)
+    assert found["alive"]["by_category"]["parameter"] > 0
 
 
 class TestWithMemSaveCallback:
     @staticmethod
     def suite():
-        return MemSaveCallback(
-            activation_checkpointing=None, optimizer=None, predict=False, report=False
-        )
+        return quiet(activation_checkpointing=None, optimizer=None)
 
     def test_writes_when_nothing_smaller_is_left(self, package):
         lit = make_lit(package, Failing(at=2))
-        fit_until_out_of_memory(
-            package, lit, self.suite(), OOMObserver(), error=MemoryExhaustedError
-        )
-        found = json.loads(JSON.read_text())
+        callbacks = self.suite(), OOMObserver()
+        fit_until_out_of_memory(package, lit, *callbacks, error=MemoryExhaustedError)
+        found = written()
         assert found["error"].startswith("MemoryExhaustedError: Out of memory with one sample")
         assert found["diagnosis"]["cause"] == "fragmentation"
         # Not "optimizer", inside of whose step the closure runs the forward pass.
@@ -257,19 +253,13 @@ class TestWithMemSaveCallback:
     def test_has_the_original_message_where_a_batch_cannot_be_repeated(self, package):
         lit = make_lit(package)
 
-        def after_an_update(grad):
-            raise torch.OutOfMemoryError(MESSAGE)
-
-        next(lit.parameters()).register_hook(after_an_update)
-        suite = MemSaveCallback(
-            preset="off", micro_batch_size=MicroBatching("halve"), optimizer_in_backward=True
-        )
-        _, error = fit_until_out_of_memory(
-            package, lit, suite, OOMObserver(predict=False), error=MemoryExhaustedError
-        )
+        next(lit.parameters()).register_hook(run_out)
+        suite = only(MicroBatching("halve"), optimizer_in_backward=True)
+        callbacks = suite, OOMObserver(predict=False)
+        _, error = fit_until_out_of_memory(package, lit, *callbacks, error=MemoryExhaustedError)
         assert "has updated parameters already" in str(error)
         assert MESSAGE in str(error)
-        found = json.loads(JSON.read_text())
+        found = written()
         assert found["diagnosis"]["cause"] == "fragmentation"
         assert found["diagnosis"]["oom"]["phase"] == "backward"
 
@@ -286,15 +276,16 @@ class TestWithMemSaveCallback:
         assert not TEXT.exists()
 
 
+def run_out(*args, **kwargs):
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
 @pytest.mark.parametrize("hook", ["setup", "configure_model", "configure_optimizers"])
 def test_works_when_memory_runs_out_early(package, hook):
-    def fail(*args, **kwargs):
-        raise torch.OutOfMemoryError(MESSAGE)
-
     lit = make_lit(package)
-    setattr(lit, hook, fail)
+    setattr(lit, hook, run_out)
     fit_until_out_of_memory(package, lit, OOMObserver())
-    found = json.loads(JSON.read_text())
+    found = written()
     assert found["diagnosis"]["cause"] == "fragmentation"
     assert found["batch"] == []
     assert found["notes"] == []
@@ -307,26 +298,15 @@ def test_works_before_its_own_setup(package):
     assert TEXT.exists()
 
 
-def test_writes_into_the_directory_of_the_logger(package, tmp_path):
-    loggers = importlib.import_module(f"{package.__name__}.loggers")
-    lit = make_lit(package, Failing(at=2))
-    logger = loggers.CSVLogger(tmp_path / "logs", name="run")
-    fit_until_out_of_memory(package, lit, OOMObserver(), logger=logger, log_every_n_steps=1)
+def test_writes_into_the_directory_of_the_logger_or_where_it_is_told(package, tmp_path, caplog):
+    logger = package.loggers.CSVLogger(tmp_path / "logs", name="run")
+    fail(package, OOMObserver(), logger=logger, log_every_n_steps=1)
     assert (Path(logger.log_dir) / TEXT).exists()
-
-
-def test_writes_where_it_is_told(package, tmp_path):
-    lit = make_lit(package, Failing(at=2))
-    fit_until_out_of_memory(package, lit, OOMObserver(tmp_path / "new" / "folder"))
-    assert (tmp_path / "new" / "folder" / JSON).exists()
-    assert not JSON.exists()
-
-
-def test_says_where_the_report_is(package, caplog):
-    lit = make_lit(package, Failing(at=2))
     with caplog.at_level(logging.WARNING, logger=f"{package.__name__}.memsave"):
-        fit_until_out_of_memory(package, lit, OOMObserver("reports"))
-    assert "scattered between tensors. See `reports/memsave_oom.txt`." in caplog.text
+        fail(package, OOMObserver(Path("new", "folder")))
+    assert Path("new", "folder", JSON).exists()
+    assert not JSON.exists()
+    assert "scattered between tensors. See `new/folder/memsave_oom.txt`." in caplog.text
 
 
 class TestNeverHidesTheException:
@@ -338,40 +318,29 @@ class TestNeverHidesTheException:
             warnings.filterwarnings("ignore", ".*workers", UserWarning)
             yield
 
-    @pytest.mark.parametrize(
-        "what", ["write_files", "make_report", "describe_batch"], ids=lambda name: name
-    )
+    @pytest.mark.parametrize("what", ["write_files", "make_report", "find_alive_tensors"])
     def test_when_the_report_fails(self, package, monkeypatch, caplog, what):
-        def fail(*args, **kwargs):
+        def cannot(*args, **kwargs):
             raise OSError("disk full")
 
-        if what != "describe_batch":
-            monkeypatch.setattr(oom_observer, what, fail)
-        else:
-            monkeypatch.setattr(_oom_facts, "find_alive_tensors", fail)
-        lit = make_lit(package, Failing(at=2))
-        _, raised = fit_until_out_of_memory(package, lit, OOMObserver())
-        assert raised is lit.model.error
-        assert "disk full" in (caplog.text if what != "describe_batch" else TEXT.read_text())
+        is_a_part = what == "find_alive_tensors"
+        monkeypatch.setattr(_oom_facts if is_a_part else oom_observer, what, cannot)
+        fail(package, OOMObserver())
+        assert "disk full" in (TEXT.read_text() if is_a_part else caplog.text)
 
     def test_when_the_directory_is_a_file(self, package, caplog):
         Path("taken").write_text("")
-        lit = make_lit(package, Failing(at=2))
-        _, raised = fit_until_out_of_memory(package, lit, OOMObserver("taken"))
-        assert raised is lit.model.error
+        fail(package, OOMObserver("taken"))
         said = "Not written: taken/memsave_oom.txt, taken/memsave_oom.json (FileExistsError: "
         assert said in caplog.text
         assert "Use `OOMObserver(dirpath=...)` with a folder" in caplog.text
 
     def test_when_an_addition_fails(self, package):
-        def fail(report):
+        def add(report):
             report.add_section("Half", ["written"])
             raise ValueError("no figures")
 
-        lit = make_lit(package, Failing(at=2))
-        _, raised = fit_until_out_of_memory(package, lit, OOMObserver(extra=fail))
-        assert raised is lit.model.error
-        found = json.loads(JSON.read_text())
+        _, found = fail(package, OOMObserver(extra=add))
         assert found["notes"] == ["An addition to this report failed: ValueError: no figures"]
         assert found["sections"] == {"Half": ["written"]}
 
@@ -400,10 +369,9 @@ class TestAdditions:
             report.add_file("memsave_oom.html", "<html></html>")
             report.add_file("memsave_oom.bin", b"\x00")
 
-        lit = make_lit(package, Failing(at=2))
-        fit_until_out_of_memory(package, lit, OOMObserver(extra=add))
+        _, found = fail(package, OOMObserver(extra=add))
         assert "Remedies:\n  bf16 saves 3.00 GiB\n" in TEXT.read_text()
-        assert json.loads(JSON.read_text())["sections"] == {"Remedies": {"bf16": 3 * GIB}}
+        assert found["sections"] == {"Remedies": {"bf16": 3 * GIB}}
         assert Path("memsave_oom.html").read_text() == "<html></html>"
         assert Path("memsave_oom.bin").read_bytes() == b"\x00"
 
@@ -412,64 +380,58 @@ class TestAdditions:
             def extend(self, report, trainer, pl_module):
                 report.add_section("Module", [type(pl_module).__name__], trainer.global_step)
 
-        fit_until_out_of_memory(package, make_lit(package, Failing(at=2)), Own())
-        assert json.loads(JSON.read_text())["sections"] == {"Module": 1}
+        assert fail(package, Own())[1]["sections"] == {"Module": 1}
 
 
-def outputs_kept(package):
-    lit = make_lit(package)
-    lit.outputs = []
+def outputs_kept(self, outputs):
+    self.outputs = [*getattr(self, "outputs", []), outputs]
 
+
+def metric_kept(self, outputs):
+    self.metric.update(outputs)
+
+
+OWNERS = {outputs_kept: "self.outputs", metric_kept: "self.metric.value"}
+
+
+def keeping_lit(package, keep):
     def validation_step(self, batch, batch_idx):
-        self.outputs.append(self.model(batch).repeat(200_000))
+        keep(self, self.model(batch).repeat(200_000))
         fail_at(batch_idx, 1)
 
-    type(lit).validation_step = validation_step
-    return lit, "self.outputs"
-
-
-def metric_kept(package):
-    lit = make_lit(package)
+    lit = make_lit(package, validation_step=validation_step)
     lit.metric = torchmetrics.CatMetric()
-
-    def validation_step(self, batch, batch_idx):
-        self.metric.update(self.model(batch).repeat(200_000))
-        fail_at(batch_idx, 1)
-
-    type(lit).validation_step = validation_step
-    return lit, "self.metric.value"
+    return lit
 
 
 def fail_at(batch_idx, last):
     if batch_idx == last:
-        raise torch.OutOfMemoryError(MESSAGE)
+        run_out()
 
 
 class TestWhatIsKept:
     """Alive before the step, and in no prediction."""
 
     def check(self, package, lit, owner, *callbacks, stage="fit", **settings):
-        observer = OOMObserver(".", predict=False)
-        trainer = make_trainer(package, *callbacks, observer, num_sanity_val_steps=0, **settings)
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            getattr(trainer, stage)(lit)
-        found = json.loads(JSON.read_text())
+        callbacks = *callbacks, OOMObserver(".", predict=False)
+        _, raised = fit_until_out_of_memory(package, lit, *callbacks, stage=stage, **settings)
+        found = written()
         kept = found["diagnosis"]["kept"]
         assert kept["owner"] == owner
         assert kept["num_bytes"] == found["alive"]["kept"][owner]
         assert kept["before_bytes"] - kept["expected_bytes"] >= kept["num_bytes"]
         said = f": `{owner}` keeps "
-        first, advice = raised.value.__notes__[0].splitlines()[0], found["diagnosis"]["advice"][0]
+        first, advice = raised.__notes__[0].splitlines()[0], found["diagnosis"]["advice"][0]
         assert re.search(r"alive before the step .*B, predicted .*B" + re.escape(said), first)
         assert TEXT.read_text().splitlines()[0] == first
         assert f"`{owner}`" in advice
         return found
 
     @pytest.mark.parametrize("stage", ["fit", "validate"])
-    @pytest.mark.parametrize("make", [outputs_kept, metric_kept])
-    def test_by_a_module_or_its_metric(self, package, make, stage):
-        lit, owner = make(package)
-        found = self.check(package, lit, owner, stage=stage)
+    @pytest.mark.parametrize("keep", OWNERS)
+    def test_by_a_module_or_its_metric(self, package, keep, stage):
+        owner = OWNERS[keep]
+        found = self.check(package, keeping_lit(package, keep), owner, stage=stage)
         assert found["diagnosis"]["kept"]["count"] >= 2
         advice = " ".join(found["diagnosis"]["advice"])
         assert 'MemSaveCallback(micro_batch_size="auto")' in advice
@@ -478,9 +440,7 @@ class TestWhatIsKept:
         assert len([one for one in found["alive"]["largest"] if one["name"] == owner]) == 1
 
     def test_by_a_callback(self, package):
-        base: Any = package.Callback
-
-        class Keep(base):  # type: ignore[misc]
+        class Keep(package.Callback):  # type: ignore[name-defined, misc]
             def __init__(self) -> None:
                 self.kept: dict[str, Any] = {"train": []}
 
@@ -492,9 +452,7 @@ class TestWhatIsKept:
         assert "Keep.kept, 3 tensors of (4000, 64) float32" in TEXT.read_text()
 
     def test_by_a_logger(self, package, tmp_path):
-        base: Any = importlib.import_module(f"{package.__name__}.loggers").CSVLogger
-
-        class Own(base):  # type: ignore[misc]
+        class Own(package.loggers.CSVLogger):  # type: ignore[name-defined, misc]
             def log_metrics(self, metrics, step=None):
                 self.kept = [*getattr(self, "kept", []), torch.ones(100_000)]
 
@@ -502,47 +460,38 @@ class TestWhatIsKept:
         self.check(package, lit, "Own.kept", logger=Own(tmp_path), log_every_n_steps=1)
 
     def test_by_graphs(self, package):
-        lit = make_lit(package, Failing(at=4))
-        lit.log_dict_of_losses = {"aux": []}
-
         def on_train_batch_start(self, batch, batch_idx):
             loss = self.model.inner(batch.repeat(500, 1))
             self.log_dict_of_losses["aux"].append(loss)
 
-        type(lit).on_train_batch_start = on_train_batch_start
+        lit = make_lit(package, Failing(at=4), on_train_batch_start=on_train_batch_start)
+        lit.log_dict_of_losses = {"aux": []}
         found = self.check(package, lit, "self.log_dict_of_losses")
         assert found["diagnosis"]["kept"]["in_graphs"]
         assert "`loss.detach()`" in found["diagnosis"]["advice"][0]
         assert "in a graph of self.log_dict_of_losses" in TEXT.read_text()
 
     def test_is_not_said_of_what_a_step_needs(self, package):
-        lit = make_lit(package, Failing(at=3))
-        fit_until_out_of_memory(package, lit, OOMObserver(predict=False))
-        assert json.loads(JSON.read_text())["diagnosis"]["kept"] is None
+        _, found = fail(package, OOMObserver(predict=False), at=3)
+        assert found["diagnosis"]["kept"] is None
 
     def test_is_said_where_a_batch_has_been_repeated(self, package):
         """Also by the note of an error that lists the attempts."""
-        lit, owner = outputs_kept(package)
-        suite = MemSaveCallback(report=False, predict=False)
-        trainer = make_trainer(package, suite)
-        with pytest.raises(MemoryExhaustedError) as raised:
-            trainer.validate(lit)
-        (note,) = raised.value.__notes__
-        assert f"`{owner}` keeps " in note.splitlines()[0]
+        lit, error = keeping_lit(package, outputs_kept), MemoryExhaustedError
+        _, raised = fit_until_out_of_memory(package, lit, quiet(), error=error, stage="validate")
+        (note,) = raised.__notes__
+        assert "`self.outputs` keeps " in note.splitlines()[0]
         assert 'micro_batch_size="halve"' not in note
 
 
 class TestAdviceOfTheTable:
     def notes(self, package, lit, **settings):
-        suite = MemSaveCallback(report=False, predict=False, **settings)
-        trainer = make_trainer(package, suite, num_sanity_val_steps=0)
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            trainer.fit(lit)
-        return raised.value.__notes__[0], suite
+        suite = quiet(**settings)
+        _, raised = fit_until_out_of_memory(package, lit, suite)
+        return raised.__notes__[0], suite
 
     def lists_of_boxes(self, package):
         """As for detection: one dict for each image, with any number of boxes."""
-        lit = make_lit(package)
 
         def training_step(self, batch, batch_idx):
             fail_at(batch_idx, 2)
@@ -553,11 +502,9 @@ class TestAdviceOfTheTable:
             boxes = [{"boxes": torch.zeros(i + 1, 4)} for i, _ in enumerate(samples)]
             return torch.stack(samples), boxes
 
-        type(lit).training_step = training_step
-        type(lit).train_dataloader = lambda self: torch.utils.data.DataLoader(
-            Vectors(), batch_size=4, collate_fn=collate
-        )
-        return lit
+        data = torch.utils.data.DataLoader(Vectors(), batch_size=4, collate_fn=collate)
+        steps = {"training_step": training_step, "train_dataloader": lambda self: data}
+        return make_lit(package, **steps)
 
     def test_has_nothing_that_is_on_or_refused_and_what_the_table_names(self, package):
         note, suite = self.notes(package, self.lists_of_boxes(package), optimizer="8bit")
@@ -576,9 +523,8 @@ class TestAdviceOfTheTable:
 
     def test_predictions_leave_out_what_is_refused(self, package):
         lit = self.lists_of_boxes(package)
-        suite = MemSaveCallback(report=False, predict=False)
-        fit_until_out_of_memory(package, lit, suite, OOMObserver(predict=60.0))
-        sections = json.loads(JSON.read_text())["sections"]
+        fit_until_out_of_memory(package, lit, quiet(), OOMObserver(predict=60.0))
+        sections = written()["sections"]
         remedies = sections.get("What would have helped", {})
         assert not any("micro_batch_size=" in text for text in remedies if text != "unchanged")
 
@@ -587,11 +533,11 @@ class TestRemedies:
     def fit(self, package, *callbacks, **settings):
         lit = make_lit(package, make_model("dropout"))
         mode = OutOfMemoryAt(40)
-        arm = ArmBefore(package, mode, "on_before_backward").callback
+        arm = arm_before(package, mode, "on_before_backward")
         with mode:
             observer = OOMObserver(**{"predict": 60.0, **settings})
             fit_until_out_of_memory(package, lit, *callbacks, observer, arm)
-        return json.loads(JSON.read_text())
+        return written()
 
     def test_predicts_what_would_have_helped(self, package):
         found = self.fit(package)
@@ -602,9 +548,7 @@ class TestRemedies:
         assert next(iter(remedies)) == "unchanged"
         assert 'MemSaveCallback(preset="off", optimizer="8bit")' in remedies
         assert all(other["peak_bytes"] < unchanged["peak_bytes"] for other in others)
-        measured = MemSaveCallback(
-            None, optimizer=None, precision=None, micro_batch_size=None, predict=False
-        )
+        measured = only(report=True)
         make_trainer(package, measured).fit(make_lit(package, make_model("dropout")))
         # But for the loss of the step before, which the monitor does not see.
         assert unchanged["peak_bytes"] == measured.monitor.summary.peak_bytes + 4
@@ -613,7 +557,7 @@ class TestRemedies:
 
     @pytest.mark.usefixtures("any_saving_counts")
     def test_starts_from_what_is_on_already(self, package):
-        everything_but_size = MemSaveCallback(micro_batch_size=None, report=False, predict=False)
+        everything_but_size = quiet(micro_batch_size=None)
         remedies = self.fit(package, everything_but_size)["sections"]["What would have helped"]
         offered = " ".join(remedies)
         assert "activation_checkpointing" not in offered
@@ -625,10 +569,7 @@ class TestRemedies:
         assert "optimizer=" not in offered
 
     def test_a_model_that_cannot_be_predicted_is_said(self, package):
-        fit_until_out_of_memory(
-            package, make_lit(package, Failing(at=3)), OOMObserver(predict=60.0)
-        )
-        found = json.loads(JSON.read_text())
+        _, found = fail(package, OOMObserver(predict=60.0), at=3)
         assert found["sections"] == {}
         assert "OutOfMemoryError" in found["notes"][0]
 
@@ -643,9 +584,8 @@ class TestRemedies:
             return base(what_if)
 
         monkeypatch.setattr(WhatIf, "base", slow_base)
-        assert list(self.fit(package, predict=60)["sections"]["What would have helped"]) == [
-            "unchanged"
-        ]
+        found = self.fit(package, predict=60)["sections"]["What would have helped"]
+        assert list(found) == ["unchanged"]
 
     def test_can_be_left_out(self, package):
         assert self.fit(package, predict=False)["sections"] == {}
@@ -653,10 +593,9 @@ class TestRemedies:
 
 
 def test_each_rank_has_files_of_its_own(monkeypatch):
-    package = importlib.import_module("lightning.pytorch")
-    lit = make_lit(package, Failing(at=2))
+    lit = make_lit(model=Failing(at=2))
     observer = OOMObserver(extra=lambda report: report.add_file("memsave_oom.html", "x"))
-    trainer, error = fit_until_out_of_memory(package, lit, observer, limit_train_batches=2)
+    trainer, error = fit_until_out_of_memory(LIGHTNING, lit, observer, limit_train_batches=2)
     for path in Path().glob("memsave_oom*"):
         path.unlink()
     monkeypatch.setattr(type(trainer), "world_size", 4)
@@ -681,9 +620,8 @@ class TestOnCuda:
         monkeypatch.setattr(_oom_facts, "read_nvml", lambda device, reserved: nvml)
         monkeypatch.setattr(_oom_facts, "find_alive_tensors", lambda *a, **k: [])
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
-        monkeypatch.setattr(
-            torch.cuda.memory, "_record_memory_history", lambda **k: calls.append(k)
-        )
+        record = lambda **k: calls.append(k)  # noqa: E731
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
         return calls
 
     @pytest.fixture
@@ -697,7 +635,7 @@ class TestOnCuda:
         observer = OOMObserver()
         observer.setup(trainer, None, "fit")
         observer.on_exception(trainer, None, torch.OutOfMemoryError(MESSAGE))
-        found = json.loads(JSON.read_text())
+        found = written()
         assert found["allocator"]["num_alloc_retries"] == 3
         assert found["nvml"]["process_bytes"] == 10 * GIB
         text = TEXT.read_text()
@@ -719,10 +657,7 @@ class TestOnCuda:
     def test_does_not_advise_what_is_set(self, trainer, calls, monkeypatch):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         OOMObserver().on_exception(trainer, None, torch.OutOfMemoryError(MESSAGE))
-        assert not any(
-            "expandable_segments" in line
-            for line in json.loads(JSON.read_text())["diagnosis"]["advice"]
-        )
+        assert "expandable_segments" not in str(written()["diagnosis"]["advice"])
 
 
 @pytest.mark.gpu
@@ -765,6 +700,7 @@ def test_a_real_out_of_memory_error(package):
         ({"num_largest": -1}, "num_largest=100"),
         ({"num_largest": True}, "num_largest=100"),
         ({"extra": "add"}, "override `extend`"),
+        ({"num_largest": 0, "max_history_entries": 0}, "2 problems"),
     ],
     ids=str,
 )
@@ -772,11 +708,6 @@ def test_refuses_bad_arguments(arguments, fix):
     with pytest.raises(ConfigurationError, match="OOMObserver cannot be created") as raised:
         OOMObserver(**arguments)
     assert fix in str(raised.value)
-
-
-def test_lists_every_bad_argument():
-    with pytest.raises(ConfigurationError, match="2 problems"):
-        OOMObserver(num_largest=0, max_history_entries=0)
 
 
 def test_can_be_pickled_in_the_middle_of_a_batch():

@@ -23,50 +23,47 @@ from lightning_memsave.callbacks.memory_summary import MemorySummary
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from tests.callbacks.lit import make_lit, make_trainer
-from tests.callbacks.test_run_prediction import fit, lit_with, measured_and_predicted, wide
+from tests.callbacks.lit import WithLoss, make_lit, make_trainer, model_step
+from tests.callbacks.test_run_prediction import (
+    assert_is_predicted,
+    assert_peak,
+    fit,
+    measured_and_predicted,
+    wide,
+)
 from tests.cases import WIDTH, Block
 from tests.helpers import set_clock
 
 
 def assert_predicted(callback: MemSaveCallback, abs_bytes: int = 64) -> None:
-    assert callback.prediction is not None, callback._prediction.note
-    measured, predicted = measured_and_predicted()
-    assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+    assert_is_predicted(callback)
+    measured, predicted = assert_peak()
     for name, num_bytes in measured["by_category"].items():
         assert predicted["by_category"][name] == pytest.approx(
             num_bytes, rel=0.01, abs=abs_bytes
         ), name
 
 
-class TestMetrics:
-    """Lightning remembers the names of metrics under their ids, which those of a copy are not."""
+def test_metrics_logged_in_training_and_validation():
+    """Lightning remembers their names under their ids, which those of a copy are not."""
 
-    def test_logged_in_training_and_validation(self):
-        class Classifier(lightning.pytorch.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = nn.Linear(WIDTH, 3)
-                self.train_acc, self.val_acc = MulticlassAccuracy(3), MulticlassAccuracy(3)
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch[0])
+        self.train_acc(logits, batch[1])
+        self.log("train/acc", self.train_acc, on_step=True, on_epoch=True)
+        return nn.functional.cross_entropy(logits, batch[1])
 
-            def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-                logits = self.model(batch[0])
-                self.train_acc(logits, batch[1])
-                self.log("train/acc", self.train_acc, on_step=True, on_epoch=True)
-                return nn.functional.cross_entropy(logits, batch[1])
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.val_acc(self.model(batch[0]), batch[1])
+        self.log("val/acc", self.val_acc)
 
-            def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-                self.val_acc(self.model(batch[0]), batch[1])
-                self.log("val/acc", self.val_acc)
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.AdamW(self.parameters())
-
-        data = DataLoader(TensorDataset(torch.randn(24, WIDTH), torch.arange(24) % 3), batch_size=4)
-        callback = MemSaveCallback(None, optimizer=None)
-        trainer = make_trainer(lightning.pytorch, callback, max_steps=3)
-        trainer.fit(Classifier(), data, data)
-        assert_predicted(callback)
+    steps = {"training_step": training_step, "validation_step": validation_step}
+    lit = make_lit(model=nn.Linear(WIDTH, 3), **steps)
+    lit.train_acc, lit.val_acc = MulticlassAccuracy(3), MulticlassAccuracy(3)
+    data = DataLoader(TensorDataset(torch.randn(24, WIDTH), torch.arange(24) % 3), batch_size=4)
+    callback = MemSaveCallback(None, optimizer=None)
+    make_trainer(lightning.pytorch, callback, max_steps=3).fit(lit, data, data)
+    assert_predicted(callback)
 
 
 class Owner(nn.Module):
@@ -114,8 +111,8 @@ class TestWhatAModuleHolds:
             rows = torch.stack(held.buffer[:4])
             return self.model(rows + int(held.corpus[batch_idx]))
 
-        lit = lit_with(training_step=training_step)
-        lit.model = Owner(corpus=corpus, buffer=buffer, texts=texts)
+        model = Owner(corpus=corpus, buffer=buffer, texts=texts)
+        lit = make_lit(model=model, training_step=training_step)
         fit(lit, callback := nothing())
         assert_predicted(callback)
         assert seen[:2] == [(True, True)] * 2
@@ -134,11 +131,11 @@ class TestWhatAModuleHolds:
             self.model.seen["steps"] += 1
             return self.model(batch)
 
-        lit = lit_with(training_step=training_step)
         seen = {"steps": 0}
-        lit.model = Owner(corpus=corpus, small=small, bank=bank, running=running, seen=seen)
+        model = Owner(corpus=corpus, small=small, bank=bank, running=running, seen=seen)
+        lit = make_lit(model=model, training_step=training_step)
         fit(lit, callback := nothing())
-        assert callback.prediction is not None, callback._prediction.note
+        assert_is_predicted(callback)
         assert small.tolist() == [1, 1, 1, 0]
         assert [bank[i].tolist() for i in range(4)] == [[1, 1], [1, 1], [1, 1], [0, 0]]
         assert running.tolist() == [3, 3, 3]
@@ -169,7 +166,7 @@ class TestWhatAModuleHolds:
                 self.model.queue.put(batch_idx)
             return self.model(batch)
 
-        lit = lit_with(training_step=training_step)
+        lit = make_lit(training_step=training_step)
         filled: queue.Queue[int] = queue.Queue(3)  # more than three would wait for ever
         with Path("log.txt").open("w") as file:
             lit.model = Owner(
@@ -214,16 +211,16 @@ class TestWhatAModuleHolds:
 
     def test_code_that_reaches_the_real_module_leaves_no_gradient_there(self):
         gradients: list[Any] = []
-        lit = lit_with(
+        lit = make_lit(
+            model=Owner(),
             training_step=lambda self, batch, batch_idx: REAL[0](batch),
             on_train_batch_start=lambda self, batch, batch_idx: gradients.append(
                 REAL[0].linear.weight.grad
             ),
         )
-        lit.model = Owner()
         REAL[:] = [lit.model]
         fit(lit, callback := nothing(), max_steps=1)
-        assert callback.prediction is not None, callback._prediction.note
+        assert_is_predicted(callback)
         assert gradients[-1] is None  # the ones before are those of the prediction
 
 
@@ -287,7 +284,7 @@ class TestConfigureOptimizersOnTheInstance:
         set_lambda_with_a_global_optimizer(lit)
         optimizer = REAL[0]
         fit(lit, callback := nothing(), max_steps=1)
-        assert callback.prediction is not None, callback._prediction.note
+        assert_is_predicted(callback)
         parameters = list(lit.parameters())
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == list(map(id, parameters))
         assert all(type(optimizer.state[p]["exp_avg"]) is Tensor for p in parameters)
@@ -312,14 +309,10 @@ class Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-class Stacked(nn.Module):
-    def __init__(self, block: Any, num_frozen: int = 0) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[block() for _ in range(4)])
-        self.blocks[:num_frozen].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
+def stacked(block: Any, num_frozen: int = 0) -> nn.Module:
+    blocks = nn.Sequential(*[block() for _ in range(4)])
+    blocks[:num_frozen].requires_grad_(False)
+    return WithLoss(blocks)
 
 
 NESTEROV = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
@@ -340,19 +333,20 @@ class TestArgumentsThatYield:
     @pytest.mark.parametrize(
         ("make_optimizer", "model", "beside"),
         [
-            (torch.optim.AdamW, lambda: Stacked(Adapted), {}),
-            (torch.optim.AdamW, lambda: Stacked(plain, num_frozen=3), {}),
-            (NESTEROV, lambda: Stacked(plain), {}),
-            (torch.optim.RAdam, lambda: Stacked(plain), {}),
-            (torch.optim.Adafactor, lambda: Stacked(plain), {"optimizer_in_backward": None}),
+            (torch.optim.AdamW, lambda: stacked(Adapted), {}),
+            (torch.optim.AdamW, lambda: stacked(plain, num_frozen=3), {}),
+            (NESTEROV, lambda: stacked(plain), {}),
+            (torch.optim.RAdam, lambda: stacked(plain), {}),
+            (torch.optim.Adafactor, lambda: stacked(plain), {"optimizer_in_backward": None}),
         ],
         ids=["lora", "frozen", "nesterov", "radam", "adafactor"],
     )
     def test_single_gpu(self, make_optimizer, model, beside):
-        lit = lit_with(configure_optimizers=lambda self: make_optimizer(trained(self)))
-        lit.model = model()
+        lit = make_lit(
+            model=model(), configure_optimizers=lambda self: make_optimizer(trained(self))
+        )
         fit(lit, callback := MemSaveCallback(preset="single_gpu", **beside))
-        assert callback.prediction is not None, callback._prediction.note
+        assert_is_predicted(callback)
 
 
 def guarded(guard: Any) -> Any:
@@ -360,7 +354,7 @@ def guarded(guard: Any) -> Any:
         loss = self.model(batch)
         return None if guard(loss) else loss
 
-    return lit_with(training_step=training_step)
+    return make_lit(training_step=training_step)
 
 
 class TestGuards:
@@ -388,9 +382,8 @@ class TestGuards:
             twin = fakes.copy_module(lit)
             loss = twin.training_step(fakes.copy_batch(torch.randn(4, WIDTH)), 0)
         assert loss is not None
-        asks_for_a_number = (
-            guard.__code__.co_names[:1] == ("math",) if hasattr(guard, "__code__") else False
-        )
+        code = getattr(guard, "__code__", None)
+        asks_for_a_number = code is not None and code.co_names[:1] == ("math",)
         assert bool(fakes.guesses) == asks_for_a_number
 
     def test_in_a_fit(self):
@@ -415,7 +408,7 @@ class TestStandardRecipes:
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.log_dict(grad_norm(self.model, norm_type=2))
 
-        lit = lit_with(on_before_optimizer_step=on_before_optimizer_step)
+        lit = make_lit(on_before_optimizer_step=on_before_optimizer_step)
         fit(lit, callback := nothing())
         # What is logged in one step and kept to the next is not counted in that.
         assert_predicted(callback, abs_bytes=512)
@@ -425,24 +418,21 @@ class TestStandardRecipes:
     @pytest.mark.parametrize("is_sorted", [True, False])
     @pytest.mark.turns(2)
     def test_packed_sequences(self, kind, is_sorted):
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.rnn = kind(8, 16, batch_first=True, bidirectional=True)
-                self.head = nn.Linear(32, 1)
+        order = [8, 6, 3, 2] if is_sorted else [3, 8, 2, 6]
 
-            def forward(self, x: Tensor) -> Tensor:
-                order = [8, 6, 3, 2] if is_sorted else [3, 8, 2, 6]
-                lengths = torch.tensor(order)
-                packed = pack_padded_sequence(
-                    x.view(len(x), 8, 8), lengths, batch_first=True, enforce_sorted=is_sorted
-                )
-                output, _ = self.rnn(packed)
-                padded, lengths = pad_packed_sequence(output, batch_first=True)
-                assert lengths.tolist() == order
-                return self.head(padded).square().mean()
+        def loss_of(model: Any, x: Tensor) -> Tensor:
+            lengths = torch.tensor(order)
+            packed = pack_padded_sequence(
+                x.view(len(x), 8, 8), lengths, batch_first=True, enforce_sorted=is_sorted
+            )
+            output, _ = model[0](packed)
+            padded, lengths = pad_packed_sequence(output, batch_first=True)
+            assert lengths.tolist() == order
+            return model[1](padded).square().mean()
 
-        fit(make_lit(model=Net()), callback := nothing())
+        rnn = kind(8, 16, batch_first=True, bidirectional=True)
+        model = WithLoss(nn.Sequential(rnn, nn.Linear(32, 1)), loss_of)
+        fit(make_lit(model=model), callback := nothing())
         assert_predicted(callback)
         assert callback.prediction.guesses == ()
 
@@ -457,14 +447,11 @@ class TestSummary:
 
     def test_one_step_without_optimizer_state_has_one(self, capsys):
         sgd = lambda self: torch.optim.SGD(self.parameters(), lr=0.1)  # noqa: E731
-        fit(lit_with(configure_optimizers=sgd), nothing(), max_steps=1)
+        fit(make_lit(configure_optimizers=sgd), nothing(), max_steps=1)
         assert measured_and_predicted()[1]["error"] == pytest.approx(0, abs=1e-3)
         assert "not comparable" not in capsys.readouterr().out
 
     def test_larger_batches_that_come_later(self, capsys):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.model(batch)
-
         class Growing(torch.utils.data.Sampler[list[int]]):
             def __iter__(self) -> Any:
                 yield from ([0, 1], [2, 3], [0, 1], list(range(16)), [0, 1])
@@ -473,7 +460,7 @@ class TestSummary:
         data = DataLoader(rows, batch_sampler=Growing())
         callback = nothing()
         make_trainer(lightning.pytorch, callback, max_epochs=1).fit(
-            lit_with(training_step=training_step), data
+            make_lit(training_step=model_step), data
         )
         summary = callback.monitor.summary
         assert summary.by_category["input"] == 16 * WIDTH * 4
@@ -498,14 +485,12 @@ class TestSummary:
 class TestPhases:
     @pytest.mark.parametrize("logs", [True, False])
     def test_updates_are_not_the_end_of_forward(self, logs):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def logging_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = self.model(batch)
-            if logs:
-                self.log("loss", loss, prog_bar=True)
+            self.log("loss", loss, prog_bar=True)
             return loss
 
-        lit = lit_with(training_step=training_step)
-        lit.model = wide()
+        lit = make_lit(model=wide(), training_step=logging_step if logs else model_step)
         fit(lit, callback := nothing())
         peaks = callback.prediction.by_phase
         assert peaks["forward"].activation_bytes > 1000

@@ -11,17 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memsave import MemSaveCallback, OOMObserver
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
-from tests.callbacks.lit import PACKAGES, make_lit, make_trainer
+from tests.callbacks.lit import callback_with, make_lit, make_trainer
 from tests.out_of_memory import MESSAGE
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 REPORT = Path("memsave_report.json")
-
-
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
 
 
 def fail(*args: Any, **kwargs: Any) -> None:
@@ -102,12 +97,12 @@ class TestUndo:
         callback = everything(low_precision_weights=None, precision=None)
         broken: Any = callback._settings._settings[2]
 
-        class Breaking(package.Callback):  # type: ignore[misc]
-            def on_train_start(self, trainer, pl_module):
-                broken._undo.insert(0, lambda: 1 / 0)
-                broken._undo.append(lambda: 1 / 0)
+        def break_it(*_: Any) -> None:
+            broken._undo.insert(0, lambda: 1 / 0)
+            broken._undo.append(lambda: 1 / 0)
 
-        lit, error = self.fit(package, NoMemory(), callback, Breaking())
+        breaking = callback_with(package, on_train_start=break_it)
+        lit, error = self.fit(package, NoMemory(), callback, breaking)
         assert str(error) == MESSAGE
         assert self.left_in(lit) == []
         assert f"`{broken.name}` is not restored: ZeroDivisionError" in caplog.text
@@ -141,8 +136,7 @@ class TestAdvice:
 
     @pytest.mark.parametrize("hook", FIT_HOOKS)
     def test_follows_the_message_of_a_fit(self, package, hook):
-        lit = make_lit(package)
-        setattr(type(lit), hook, fail)
+        lit = make_lit(package, **{hook: fail})
         callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, callback, num_sanity_val_steps=0)
         is_in_validation = "validation" in hook
@@ -151,9 +145,9 @@ class TestAdvice:
     @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
     @pytest.mark.parametrize("hook", ["step", "epoch_end", "transfer_batch_to_device"])
     def test_follows_the_message_of_an_evaluation(self, package, stage, hook):
-        lit, kind = make_lit(package), {"validate": "validation"}.get(stage, stage)
+        kind = {"validate": "validation"}.get(stage, stage)
         names = {"step": f"{kind}_step", "epoch_end": f"on_{kind}_epoch_end"}
-        setattr(type(lit), names.get(hook, hook), fail)
+        lit = make_lit(package, **{names.get(hook, hook): fail})
         callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, callback, stage=stage)
         self.check(error, 'MemSaveCallback(micro_batch_size="auto")')
@@ -168,30 +162,21 @@ class TestAdvice:
             except torch.OutOfMemoryError as error:
                 raise LayerError("layer 3") from error
 
-        lit = make_lit(package)
-        type(lit).training_step = training_step
-        trainer = make_trainer(package, MemSaveCallback(micro_batch_size=2))
+        lit = make_lit(package, training_step=training_step)
         with pytest.raises(LayerError) as raised:
-            trainer.fit(lit)
+            make_trainer(package, MemSaveCallback(micro_batch_size=2)).fit(lit)
         assert "What to do:" in raised.value.__notes__[0]
 
-    def test_is_given_by_an_observer_alone_too(self, package):
-        lit = make_lit(package)
-        type(lit).training_step = fail
-        error = raised_in(package, lit, OOMObserver(predict=False))
-        assert "Add `MemSaveCallback()` to the Trainer" in error.__notes__[0]
-
-    def test_is_given_once(self, package):
-        lit = make_lit(package)
-        type(lit).training_step = fail
-        callback = MemSaveCallback(micro_batch_size=None)
-        error = raised_in(package, lit, OOMObserver(predict=False), callback)
-        assert len(error.__notes__) == 1
+    @pytest.mark.parametrize("callbacks", [[], [MemSaveCallback(micro_batch_size=None)]])
+    def test_is_given_once_and_by_an_observer_alone_too(self, package, callbacks):
+        lit = make_lit(package, training_step=fail)
+        error = raised_in(package, lit, OOMObserver(predict=False), *callbacks)
+        (note,) = error.__notes__
+        assert ("Add `MemSaveCallback()` to the Trainer" in note) == (not callbacks)
 
     def test_is_not_given_for_other_errors(self, package):
         """Also not where a fit is tried again after memory has run out."""
-        lit = make_lit(package)
-        type(lit).training_step = lambda self, batch, batch_idx: batch @ batch
+        lit = make_lit(package, training_step=lambda self, batch, batch_idx: batch @ batch)
         trainer = make_trainer(package, MemSaveCallback(), OOMObserver())
         try:
             fail()
@@ -203,18 +188,12 @@ class TestAdvice:
 
     def test_of_the_optimizer_is_not_for_what_comes_before_the_batch(self, package):
         """In the second batch, as the first has come to its step."""
-        lit = make_lit(package)
 
         def optimizer_step(self, epoch, batch_idx, optimizer, closure):
             if batch_idx == 1:
                 fail()
             optimizer.step(closure)
 
-        type(lit).optimizer_step = optimizer_step
+        lit = make_lit(package, optimizer_step=optimizer_step)
         error = raised_in(package, lit, MemSaveCallback(optimizer=None))
         assert not isinstance(error, MemoryExhaustedError)
-
-
-def test_an_evaluation_that_ends_well_writes_no_report(package):
-    make_trainer(package, MemSaveCallback()).validate(make_lit(package), verbose=False)
-    assert not REPORT.exists()

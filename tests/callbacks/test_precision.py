@@ -13,23 +13,18 @@ from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.registry import with_preset
 from lightning_memsave.trainer.precision import full_name, overflows_in_float16
 from lightning_memsave.trainer.trainer import package_of
-from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
+from tests.callbacks.lit import assert_same, fit, make_lit, make_trainer, quiet, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 
 def only_precision(precision: Any) -> MemSaveCallback:
-    return MemSaveCallback(None, optimizer=None, precision=precision, predict=False, report=False)
+    return quiet(None, optimizer=None, precision=precision)
 
 
 def setting_of(precision: str) -> PrecisionSetting:
     arguments = {**MemSaveCallback(preset="off").arguments, "precision": precision}
     return PrecisionSetting(with_preset(arguments) | {"precision": precision})
-
-
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
 
 
 # torch's CPU half kernels warn about nothing; Lightning says that fp16 AMP becomes bf16 on CPU.
@@ -38,7 +33,6 @@ def package(request):
     "precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "bf16", 32, "64"]
 )
 def test_trains_as_a_trainer_that_was_given_it(package, precision):
-    lit = make_lit(package)
     dtypes: list[Any] = []
 
     def training_step(self, batch, batch_idx):
@@ -47,12 +41,10 @@ def test_trains_as_a_trainer_that_was_given_it(package, precision):
             dtypes.append((batch.dtype, hidden.dtype, self.model.head.weight.dtype))
         return self.model(batch)
 
-    type(lit).training_step = training_step
-    with _no_default_dtype_change():
-        ours = fit(lit, only_precision(precision), package=package)
-        seen, dtypes[:] = list(dtypes), []
-        long_name = full_name(precision)
-        theirs = fit(lit, package=package, precision=long_name)
+    lit = make_lit(package, training_step=training_step)
+    ours = fit(lit, only_precision(precision), package=package)
+    seen, dtypes[:] = list(dtypes), []
+    theirs = fit(lit, package=package, precision=full_name(precision))
     assert seen == dtypes
     assert ours[2].precision == theirs[2].precision
     assert type(ours[2].strategy.precision_plugin) is type(theirs[2].strategy.precision_plugin)
@@ -60,15 +52,7 @@ def test_trains_as_a_trainer_that_was_given_it(package, precision):
 
 
 def precision_row(callback: MemSaveCallback) -> Any:
-    return next(row for row in callback.rows if row.name == "precision")
-
-
-class _no_default_dtype_change:  # noqa: N801 - reads as a statement
-    def __enter__(self):
-        self.before = torch.get_default_dtype()
-
-    def __exit__(self, *_):
-        torch.set_default_dtype(self.before)
+    return rows_of(callback)["precision"]
 
 
 def test_the_table_says_what_lightning_made_of_it():
@@ -84,20 +68,14 @@ def test_auto_leaves_what_the_trainer_was_given(package):
     _, _, trainer = fit(make_lit(package), callback, package=package, precision="bf16-true")
     assert trainer.precision == "bf16-true"
     assert precision_row(callback).details == ("kept: the Trainer was given it",)
-
-
-def test_auto_leaves_a_plugin(package):
     plugin = package.plugins.MixedPrecision("bf16-mixed", "cpu")
-    callback = only_precision("auto")
-    fit(make_lit(package), callback, package=package, plugins=[plugin])
+    fit(make_lit(package), callback := only_precision("auto"), package=package, plugins=[plugin])
     assert "the plugin `MixedPrecision` decides it" in precision_row(callback).details[0]
 
 
 def test_a_refused_fit_and_an_evaluation_leave_the_precision(package):
-    refused = MemSaveCallback(
-        "all", blocks="NoSuchBlock", preset="off", precision="bf16-mixed", report=False
-    )
-    trainer = make_trainer(package, refused)
+    settings = {"blocks": "NoSuchBlock", "preset": "off", "precision": "bf16-mixed"}
+    trainer = make_trainer(package, quiet("all", **settings))
     before = trainer.precision_plugin
     with pytest.raises(IncompatibleError, match="NoSuchBlock"):
         trainer.fit(make_lit(package))
@@ -128,10 +106,12 @@ def conflict(lit: Any, trainer: Any, precision: str, fix: str) -> None:
 class TestConflicts:
     """Each conflict of facts/lightning.md B has a message of its own."""
 
-    def test_plugin(self, package):
+    def test_what_the_trainer_was_given(self, package):
         plugin = package.plugins.MixedPrecision("bf16-mixed", "cpu")
         trainer = make_trainer(package, plugins=[plugin])
         conflict(make_lit(package), trainer, "32-true", "Remove that plugin")
+        trainer = make_trainer(package, precision="bf16-true")
+        conflict(make_lit(package), trainer, "bf16-mixed", "Remove one of the two")
 
     def test_bitsandbytes_precision(self, package):
         """Its own weights are 8-bit; it refuses every device but CUDA, so it is put in by hand."""
@@ -147,35 +127,29 @@ class TestConflicts:
         assert auto.rows[0].status == "unchanged"
         assert trainer.precision == "32-true"
 
-    def test_trainers_own_precision(self, package):
-        trainer = make_trainer(package, precision="bf16-true")
-        conflict(make_lit(package), trainer, "bf16-mixed", "Remove one of the two")
-
-    def test_fsdp_with_its_own_mixed_precision(self, package):
+    @pytest.mark.parametrize(
+        ("change", "precision", "fix"),
+        [
+            ({"mixed_precision": object()}, "bf16-mixed", "Remove `mixed_precision`"),
+            (
+                {"_config_initialized": True},
+                "bf16-mixed",
+                "Make a new Trainer with a new strategy.",
+            ),
+            ("ModelParallelStrategy", "16-mixed", "bf16"),
+            ("ModelParallelStrategy", "64-true", "32-true"),
+            ("SingleDeviceXLAStrategy", "bf16-mixed", 'precision="bf16-true"'),
+        ],
+        ids=["FSDP", "DeepSpeed that has started", "model parallel", "model parallel, 64", "XLA"],
+    )
+    def test_strategies(self, package, change, precision, fix):
         trainer = make_trainer(package)
-        trainer.strategy.mixed_precision = object()
-        problems = setting_of("bf16-mixed").check(trainer, make_lit(package))
-        assert [p.fix.startswith("Remove `mixed_precision`") for p in problems] == [True]
-
-    @pytest.mark.parametrize(("precision", "fix"), [("16-mixed", "bf16"), ("64-true", "32-true")])
-    def test_model_parallel(self, package, precision, fix):
-        trainer = make_trainer(package)
-        strategy = type("ModelParallelStrategy", (type(trainer.strategy),), {})
-        trainer.strategy.__class__ = strategy
-        problems = setting_of(precision).check(trainer, make_lit(package))
-        assert [fix in p.fix for p in problems] == [True]
-
-    def test_deepspeed_that_has_started(self, package):
-        trainer = make_trainer(package)
-        trainer.strategy._config_initialized = True
-        problems = setting_of("bf16-mixed").check(trainer, make_lit(package))
-        assert [p.fix for p in problems] == ["Make a new Trainer with a new strategy."]
-
-    def test_xla(self, package):
-        trainer = make_trainer(package)
-        trainer.strategy.__class__ = type("SingleDeviceXLAStrategy", (type(trainer.strategy),), {})
-        problems = setting_of("bf16-mixed").check(trainer, make_lit(package))
-        assert ['precision="bf16-true"' in p.fix for p in problems] == [True]
+        if isinstance(change, str):
+            trainer.strategy.__class__ = type(change, (type(trainer.strategy),), {})
+        else:
+            vars(trainer.strategy).update(change)
+        (problem,) = setting_of(precision).check(trainer, make_lit(package))
+        assert fix in problem.fix
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
@@ -228,10 +202,8 @@ class TestAutoOnCuda:
     def test_a_preset_yields_without_it(self, capability):
         trainer, lit = make_trainer(), make_lit()
         settings = MemSaveCallback(preset="single_gpu")._settings
-        precision, weights = (
-            settings.find(PrecisionSetting),
-            settings.find(LowPrecisionWeightsSetting),
-        )
+        kinds = PrecisionSetting, LowPrecisionWeightsSetting
+        precision, weights = map(settings.find, kinds)
         (problem,) = precision.check(trainer, lit)
         assert "emulates it, which is slow" in problem.why
         assert '`precision="16-mixed"` is fast on it' in problem.why
@@ -254,19 +226,26 @@ class TestAutoOnCuda:
         assert "would stay so" in reason
 
 
+_OF_GEMMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+SIZES: dict[str, tuple[Any, dict[str, int]]] = {
+    "T5": (
+        transformers.T5ForConditionalGeneration,
+        {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2},
+    ),
+    "Gemma": (
+        transformers.GemmaForCausalLM,
+        _OF_GEMMA | {"num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
+    "GPT-2": (
+        transformers.GPT2LMHeadModel,
+        {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8},
+    ),
+}
+
+
 def hugging_face(family: str, **config: Any) -> Any:
-    sizes: dict[str, Any] = {"vocab_size": 32}
-    if family == "T5":
-        sizes |= {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
-        model_class: Any = transformers.T5ForConditionalGeneration
-    elif family == "Gemma":
-        sizes |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-        model_class = transformers.GemmaForCausalLM
-    else:
-        sizes |= {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
-        model_class = transformers.GPT2LMHeadModel
-    return model_class(model_class.config_class(**sizes, **config))
+    model_class, sizes = SIZES[family]
+    return model_class(model_class.config_class(vocab_size=32, **sizes, **config))
 
 
 def test_what_overflows_in_float16():
@@ -318,13 +297,11 @@ def test_tf32_of_torch_is_off_in_the_proof_only(is_new):
     cudnn: Any = torch.backends.cudnn
     new = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     seen: dict[bool, list[list[str]]] = {True: [], False: []}
-    lit = make_lit()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         seen[torch.is_grad_enabled()].append([backend.fp32_precision for backend in new])
         return self.model(batch)
 
-    type(lit).training_step = training_step
     before = [backend.fp32_precision for backend in new]
     old = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     try:
@@ -333,7 +310,7 @@ def test_tf32_of_torch_is_off_in_the_proof_only(is_new):
         else:
             torch.set_float32_matmul_precision("high")
         during = [backend.fp32_precision for backend in new]
-        fit(lit, MemSaveCallback(None, optimizer=None, predict=False, report=False))
+        fit(make_lit(training_step=training_step), quiet(None, optimizer=None))
         after = [backend.fp32_precision for backend in new]
     finally:
         if not is_new:

@@ -1,5 +1,6 @@
 """A preset refuses no project: its parts yield where they conflict, and the table says so."""
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,11 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
+from lightning_memsave.techniques.registry import values_of
 from lightning_memsave.trainer.precision import half_precision_on_cpu
-from tests.callbacks.lit import make_lit, make_trainer, rows_of
+from tests.callbacks.lit import WithLoss, late, loader, make_lit, make_trainer, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
 
@@ -37,13 +38,7 @@ class Project:
 
 
 def lit_with(**methods: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        lit = make_lit()
-        for name, method in methods.items():
-            setattr(type(lit), name, method)
-        return lit
-
-    return make
+    return functools.partial(make_lit, **methods)
 
 
 class Gan(pl.LightningModule):
@@ -67,14 +62,11 @@ class Gan(pl.LightningModule):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(part.parameters(), lr=1e-4)
-            for part in (self.generator, self.discriminator)
-        ]
+        parts = self.generator, self.discriminator
+        return [torch.optim.Adam(part.parameters(), lr=1e-4) for part in parts]
 
     def train_dataloader(self) -> Any:
-        data: Any = torch.randn(24, 64)
-        return DataLoader(data, batch_size=4)
+        return loader()
 
 
 def log_gradients(self: Any, *_: Any) -> None:
@@ -113,9 +105,7 @@ def sgd(self: Any) -> Any:
 
 
 def half() -> Any:
-    lit = make_lit().bfloat16()
-    type(lit).on_after_batch_transfer = lambda self, batch, i: batch.bfloat16()
-    return lit
+    return make_lit(on_after_batch_transfer=lambda self, batch, i: batch.bfloat16()).bfloat16()
 
 
 def bert() -> Any:
@@ -137,50 +127,37 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.is_reentrant)
 
 
-class Mean(nn.Module):
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
-
-
 def recomputing(is_reentrant: bool) -> Callable[[], Any]:
-    return lambda: make_lit(model=Mean(*[Checkpointed(is_reentrant) for _ in range(3)]))
-
-
-def late() -> Any:
-    lit = make_lit()
-    model, lit.model = lit.model, None
-    type(lit).configure_model = lambda self: setattr(self, "model", self.model or model)
-    return lit
+    return lambda: make_lit(
+        model=WithLoss(nn.Sequential(*[Checkpointed(is_reentrant) for _ in range(3)]))
+    )
 
 
 def frozen() -> Any:
     lit = make_lit()
-    for parameter in lit.model.blocks.parameters():
-        parameter.requires_grad_(False)
+    lit.model.blocks.requires_grad_(False)
     return lit
 
 
-class Projected(nn.Module):
+def projected() -> Any:
     """Its first layer has as many outputs as a head has classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.head = nn.Linear(64, 1024), nn.Linear(1024, 8)
-        blocks = (nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(2))
-        self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.project(x))).square().mean()
+    blocks = (nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(2))
+    layers = nn.Linear(64, 1024), nn.Sequential(*blocks), nn.Linear(1024, 8)
+    return make_lit(model=WithLoss(nn.Sequential(*layers)))
 
 
 def scaler() -> dict[str, Any]:
     return {"plugins": [half_precision_on_cpu(pl)]}
 
 
+OWN_HOOKS: dict[str, Any] = {
+    "on_after_backward": log_gradients,
+    "on_before_optimizer_step": log_gradients,
+    "configure_gradient_clipping": clip,
+    "optimizer_zero_grad": zero_gradients,
+    "backward": two_passes,
+    "optimizer_step": every_second,
+}
 BY_HAND = "automatic_optimization=False"
 PROJECTS = {
     "plain": Project(make_lit),
@@ -193,27 +170,14 @@ PROJECTS = {
             "early_release": BY_HAND,
         },
     ),
-    "on_after_backward": Project(
-        lit_with(on_after_backward=log_gradients), {UPDATES: "Lit.on_after_backward"}
-    ),
-    "grad_norm": Project(
-        lit_with(on_before_optimizer_step=log_gradients),
-        {UPDATES: "Lit.on_before_optimizer_step"},
-    ),
+    **{
+        hook: Project(lit_with(**{hook: method}), {UPDATES: f"Lit.{hook}"})
+        for hook, method in OWN_HOOKS.items()
+    },
     "callback that reads gradients": Project(
         make_lit,
         {UPDATES: "LambdaCallback.on_after_backward"},
         callbacks=lambda: [pl.callbacks.LambdaCallback(on_after_backward=log_gradients_of_module)],
-    ),
-    "own clipping": Project(
-        lit_with(configure_gradient_clipping=clip), {UPDATES: "configure_gradient_clipping"}
-    ),
-    "zeros as gradients": Project(
-        lit_with(optimizer_zero_grad=zero_gradients), {UPDATES: "optimizer_zero_grad"}
-    ),
-    "two backward passes": Project(lit_with(backward=two_passes), {UPDATES: "Lit.backward"}),
-    "steps left out": Project(
-        lit_with(optimizer_step=every_second), {UPDATES: "Lit.optimizer_step"}
     ),
     "lbfgs": Project(
         lit_with(configure_optimizers=lbfgs),
@@ -222,26 +186,18 @@ PROJECTS = {
     "sgd with nesterov": Project(lit_with(configure_optimizers=sgd), {"optimizer": "nesterov"}),
     "clipped": Project(make_lit, trainer=lambda: {"gradient_clip_val": 1.0}),
     "accumulation": Project(make_lit, trainer=lambda: {"accumulate_grad_batches": 4}),
-    "64-true": Project(
-        make_lit,
-        {
-            "precision": "given it|64-true",
-            WEIGHTS: "64-true",
-            "optimizer": "AdamW",
-            "offload": "64-true",
-        },
-        trainer=lambda: {"precision": "64-true"},
-    ),
-    "bf16-true": Project(
-        make_lit,
-        {
-            "precision": "given it|bf16-true",
-            WEIGHTS: "bf16-true",
-            "micro_batch_size": "half",
-            "offload": "bf16-true",
-        },
-        trainer=lambda: {"precision": "bf16-true"},
-    ),
+    **{
+        precision: Project(
+            make_lit,
+            dict.fromkeys((WEIGHTS, "offload"), precision)
+            | {"precision": f"given it|{precision}", **others},
+            trainer=functools.partial(dict, precision=precision),
+        )
+        for precision, others in (
+            ("64-true", {"optimizer": "AdamW"}),
+            ("bf16-true", {"micro_batch_size": "half"}),
+        )
+    },
     "gradient scaler": Project(
         make_lit,
         {
@@ -272,11 +228,9 @@ PROJECTS = {
     "own checkpointing": Project(recomputing(False)),
     "own checkpointing, reentrant": Project(recomputing(True)),
     "own checkpointing of Hugging Face": Project(bert, {CHECKPOINTING: "themselves already"}),
-    "late layers": Project(late),
+    "late layers": Project(lambda: late(make_lit())),
     "frozen blocks": Project(frozen),
-    "wide first layer": Project(
-        lambda: make_lit(model=Projected()), finds_nothing=frozenset(("attention",))
-    ),
+    "wide first layer": Project(projected, finds_nothing=frozenset(("attention",))),
     "ddp of one process": Project(
         make_lit,
         {
@@ -331,8 +285,6 @@ def test_no_project_is_refused(name, preset):
 
 def _has(callback: MemSaveCallback, part: str) -> bool:
     """Say whether the preset would do it."""
-    from lightning_memsave.techniques.registry import values_of
-
     return values_of(callback.arguments["preset"]).get(part) is not None
 
 

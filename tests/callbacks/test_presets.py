@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import torch
 from torch import nn
@@ -21,24 +20,23 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import PRESETS, values_of
 from lightning_memsave.trainer.precision import half_precision_on_cpu
-from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
+from tests.callbacks.lit import (
+    LIGHTNING,
+    assert_same,
+    callback_with,
+    fit,
+    late,
+    loader,
+    make_lit,
+    make_trainer,
+    only,
+    quiet,
+    rows_of,
+)
 from tests.cases import MODELS
 from tests.helpers import snapshot
 
 pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
-
-
-def only(**settings: Any) -> MemSaveCallback:
-    """These settings and nothing else."""
-    off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
-    )
-    return MemSaveCallback(**(off | {} | settings))
-
-
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
 
 
 @functools.cache
@@ -52,6 +50,9 @@ class TestPresets:
         callback = MemSaveCallback(preset="bitwise")
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         rows = rows_of(callback)
+        assert "asked for" not in str(callback.rows)
+        off = rows["preset"].details[1]
+        assert off.startswith("off in this preset: precision, attention, chunked_cross_entropy, ")
         assert {row.exactness for row in rows.values()} == {"", "bitwise"}
         assert rows["optimizer_in_backward"].status == "on"
         assert rows["activation_checkpointing"].status == "on"
@@ -70,7 +71,7 @@ class TestPresets:
         assert rows["attention"].status == "off"  # no model of Hugging Face, and no warning of it
         assert all(tensor.dtype != torch.bfloat16 for tensor in state.values())
 
-    # The presets as they are sold, on every awkward model: in `make test` each with one of them.
+    # The presets as published, on every awkward model: in `make test` each with one of them.
     @pytest.mark.filterwarnings("ignore::lightning_memsave.errors.NoEffectWarning")
     @pytest.mark.parametrize(
         ("name", "preset"),
@@ -95,7 +96,7 @@ class TestPresets:
 
     @pytest.mark.parametrize("optimizer", ["auto", "8bit", "paged_8bit"])
     def test_embeddings_have_8_bits_with_every_8bit_optimizer(self, optimizer):
-        callback = MemSaveCallback(preset="single_gpu", optimizer=optimizer)
+        callback = quiet(preset="single_gpu", optimizer=optimizer)
         fit(make_lit(model="classifier"), callback)
         assert "embedding" not in str(rows_of(callback)["optimizer"].details)
 
@@ -113,30 +114,35 @@ class TestPresets:
         report = json.loads(Path("memsave_report.json").read_text())
         assert report["settings"]["preset"] == "classic"
 
-    def test_bare_callback_says_what_it_leaves_off(self):
-        lit, callback = make_lit(), MemSaveCallback()
-        fit(lit, callback)
-        row = rows_of(callback)["preset"]
+    def test_bare_callback_is_the_classic_preset_and_says_what_is_off(self):
+        lit, bare, named = make_lit(), MemSaveCallback(), MemSaveCallback(preset="classic")
+        assert_same(fit(lit, bare), fit(lit, named))
+        rows = [
+            # The proof of the loss says how long it took.
+            re.sub(r"in \d+ ms", "in some ms", str([r for r in c.rows if r.name != "preset"]))
+            for c in (bare, named)
+        ]
+        assert rows[0] == rows[1]
+        row = rows_of(bare)["preset"]
         assert row.status == "unchanged"
         assert row.details == (
             "\"auto\" means the values of `preset='classic'`, without attention, "
             "chunked_cross_entropy, offload, low_precision_weights, "
             "optimizer_in_backward",
         )
-        assert rows_of(callback)["early_release"].status == "on"
+        assert rows_of(bare)["early_release"].status == "on"
 
     @pytest.mark.parametrize("preset", ["classic", "single_gpu", "bitwise"])
     @pytest.mark.parametrize("what", ["optimizer", "embeddings"])
     def test_what_offload_switches_off_says_so(self, preset, what):
-        model = nn.Sequential(
-            nn.Embedding(64, 64), nn.Flatten(), *(nn.Linear(64, 64) for _ in "abc")
+        layers = nn.Embedding(64, 64), nn.Flatten(), *(nn.Linear(64, 64) for _ in "abc")
+        lit = make_lit(
+            model=nn.Sequential(*layers),
+            training_step=lambda self, batch, batch_idx: self.model(batch).square().mean(),
         )
-        lit = make_lit(model=model)
         data: Any = DataLoader(torch.arange(16)[:, None], batch_size=4)  # type: ignore[arg-type]
-        lit.training_step = lambda batch, batch_idx: model(batch).square().mean()
-        offload = Offloading(what, min_table_bytes=4)
-        callback = MemSaveCallback(preset=preset, offload=offload, predict=False, report=False)
-        make_trainer(lightning.pytorch, callback, limit_val_batches=0).fit(lit, data)
+        callback = quiet(preset=preset, offload=Offloading(what, min_table_bytes=4))
+        make_trainer(LIGHTNING, callback, limit_val_batches=0).fit(lit, data)
         rows = rows_of(callback)
         assert rows["offload"].status == "on"
         for name in ("optimizer", "optimizer_in_backward"):
@@ -147,23 +153,6 @@ class TestPresets:
                 assert (rows[name].value, rows[name].status) == ("auto", "off")
                 assert not re.search(rf"\b{name}\b", str(rows["preset"].details))
 
-    def test_bare_callback_is_the_classic_preset(self):
-        lit, bare, named = make_lit(), MemSaveCallback(), MemSaveCallback(preset="classic")
-        assert_same(fit(lit, bare), fit(lit, named))
-        rows = [
-            # The proof of the loss says how long it took.
-            re.sub(r"in \d+ ms", "in some ms", str([r for r in c.rows if r.name != "preset"]))
-            for c in (bare, named)
-        ]
-        assert rows[0] == rows[1]
-
-    def test_of_nothing_a_preset_says_that_it_was_asked_for(self):
-        callback = MemSaveCallback(preset="bitwise")
-        fit(make_lit(), callback)
-        assert "asked for" not in str(callback.rows)
-        off = rows_of(callback)["preset"].details[1]
-        assert off.startswith("off in this preset: precision, attention, chunked_cross_entropy, ")
-
     def test_off_leaves_all_but_what_is_named(self, package):
         lit, callback = make_lit(package), MemSaveCallback(preset="off")
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
@@ -171,10 +160,8 @@ class TestPresets:
         assert '`"halve"` repeats a batch' in rows_of(callback)["preset"].details[1]
         callback = MemSaveCallback(preset="off", activation_checkpointing="all")
         fit(lit, callback, package=package)
-        assert [row.name for row in callback.rows if row.status == "on"] == [
-            "early_release",
-            "activation_checkpointing",
-        ]
+        on = [row.name for row in callback.rows if row.status == "on"]
+        assert on == ["early_release", "activation_checkpointing"]
 
     @pytest.mark.parametrize("limit", ["bitwise", "rounding"])
     def test_parts_beyond_the_limit_yield(self, limit):
@@ -191,8 +178,7 @@ class TestPresets:
             assert rows["chunked_cross_entropy"].status == "off"
 
     def test_precision_of_the_user_wins_over_weights_of_the_preset(self):
-        callback = MemSaveCallback(preset="single_gpu", precision="32-true")
-        fit(make_lit(), callback)
+        fit(make_lit(), callback := MemSaveCallback(preset="single_gpu", precision="32-true"))
         row = rows_of(callback)["low_precision_weights"]
         assert row.status == "off"
         assert "`precision='32-true'` was given" in row.details[0]
@@ -241,9 +227,6 @@ class TestPresets:
         assert trainer.global_step == 12
 
 
-LIGHTNING = PACKAGES["lightning"]
-
-
 class SeededEpochs(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
     """The same random numbers for each batch, whichever was the first; saves after each epoch."""
 
@@ -263,6 +246,23 @@ GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
 
 
+BOUND = OptimizerInBackward(clip_norm=0.01)
+OVERRIDDEN = r"(?s)`Lit\.optimizer_step` is overridden.*or set `optimizer_in_backward=None`"
+
+
+def leave_out(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+    closure() if batch_idx == 0 else optimizer.step(closure=closure)
+
+
+def two_passes(self: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    self.model(torch.ones(4, 64)).backward()
+
+
+def lbfgs(self: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(self.parameters())
+
+
 class TestOptimizerInBackward:
     @pytest.mark.parametrize(
         "settings",
@@ -279,21 +279,19 @@ class TestOptimizerInBackward:
     )
     def test_is_bitwise(self, package, settings):
         lit, callback = make_lit(package), only(optimizer_in_backward=True)
-        assert_same(
-            fit(lit, package=package, **settings),
-            fit(lit, callback, package=package, **settings),
-        )
+        how = {"package": package, **settings}
+        assert_same(fit(lit, **how), fit(lit, callback, **how))
         assert rows_of(callback)["optimizer_in_backward"].status == "on"
 
-    def test_a_gradient_scaler_of_the_trainer_is_refused(self, package):
-        plugins = [half_precision_on_cpu(package)]
+    def test_a_gradient_scaler_of_the_trainer_is_refused_or_yielded_to(self, package):
+        how = {"package": package, "plugins": [half_precision_on_cpu(package)]}
         with pytest.raises(IncompatibleError, match=r'Use `precision="bf16-mixed"`, or set'):
-            fit(
-                make_lit(package),
-                only(optimizer_in_backward=True),
-                package=package,
-                plugins=plugins,
-            )
+            fit(make_lit(package), only(optimizer_in_backward=True), **how)
+        how["plugins"] = [half_precision_on_cpu(package)]
+        fit(make_lit(package), callback := quiet(preset="bitwise"), **how)
+        row = rows_of(callback)["optimizer_in_backward"]
+        assert row.status == "off"
+        assert "parameters are updated already" in row.details[0]
 
     def test_a_gradient_scaler_of_the_callback_is_refused_before_training(self, monkeypatch):
         """Lightning has none on a CPU: the plugin gets its scaler while settings are applied."""
@@ -317,20 +315,10 @@ class TestOptimizerInBackward:
             return
         with pytest.raises(IncompatibleError, match=r"`model` is compiled.* blocks one by one"):
             trainer.fit(lit)
-
-    def test_in_a_preset_it_yields_to_a_scaler(self, package):
-        callback = MemSaveCallback(preset="bitwise", predict=False, report=False)
-        plugins = [half_precision_on_cpu(package)]
-        fit(make_lit(package), callback, package=package, plugins=plugins)
-        row = rows_of(callback)["optimizer_in_backward"]
-        assert row.status == "off"
-        assert "parameters are updated already" in row.details[0]
-
-    def test_a_model_wrapped_by_compile_is_refused(self):
-        lit = make_lit()
-        lit.model = torch.compile(lit.model, backend="eager")
+        wrapped = make_lit(package)
+        wrapped.model = torch.compile(wrapped.model, backend="eager")
         with pytest.raises(IncompatibleError, match=r"`model` is compiled as a whole"):
-            make_trainer(LIGHTNING, only(optimizer_in_backward=True)).fit(lit)
+            make_trainer(package, only(optimizer_in_backward=True)).fit(wrapped)
 
     @pytest.mark.parametrize("checkpointing", [None, "all"])
     def test_with_micro_batches(self, package, checkpointing):
@@ -341,12 +329,12 @@ class TestOptimizerInBackward:
 
     def test_no_gradient_is_left_after_backward(self):
         seen: list[bool] = []
-
-        class Look(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-                seen.append(any(p.grad is not None for p in pl_module.parameters()))
-
-        fit(make_lit(), only(optimizer_in_backward=True, accumulate_grad_batches=2), Look())
+        look = callback_with(
+            on_train_batch_end=lambda self, trainer, pl_module, *_: seen.append(
+                any(p.grad is not None for p in pl_module.parameters())
+            )
+        )
+        fit(make_lit(), only(optimizer_in_backward=True, accumulate_grad_batches=2), look)
         assert seen == [True, False, True, False, True, False]
 
     def test_a_batch_is_repeated_while_nothing_is_updated(self):
@@ -360,16 +348,28 @@ class TestOptimizerInBackward:
         assert all(torch.equal(state[k], plain[1][k.replace(".inner", "")]) for k in state)
 
     def test_a_batch_is_not_repeated_after_an_update(self):
-        callback = only(micro_batch_size="auto", optimizer_in_backward=True)
-        failing = _fail_once(make_lit(), in_backward=True)
+        callback = only("auto", optimizer_in_backward=True)
         with pytest.raises(RuntimeError, match="has updated parameters already"):
-            fit(failing, callback)
+            fit(_fail_once(make_lit(), in_backward=True), callback)
 
-    def test_manual_optimization_is_refused(self):
-        lit = make_lit()
-        lit.automatic_optimization = False
-        with pytest.raises(IncompatibleError, match="which of its backward passes completes"):
-            fit(lit, only(optimizer_in_backward=True))
+    @pytest.mark.parametrize(
+        ("methods", "settings", "clip", "message"),
+        [
+            ({"automatic_optimization": False}, {}, None, "which of its backward passes completes"),
+            ({"backward": two_passes}, {}, None, r"a second backward pass in `Lit\.backward`"),
+            ({"configure_optimizers": lbfgs}, {}, None, "LBFGS"),
+            ({}, {"optimizer_in_backward": BOUND}, 1.0, "or pass `clip_norm=1.0` here too"),
+            ({"optimizer_step": leave_out}, {}, None, OVERRIDDEN),
+            ({"optimizer_step": leave_out}, {"micro_batch_size": 2}, None, OVERRIDDEN),
+        ],
+    )
+    def test_what_does_not_go_with_it_is_refused(self, package, methods, settings, clip, message):
+        lit = make_lit(package, **methods)
+        callback = only(**({"optimizer_in_backward": True} | settings))
+        with pytest.raises(IncompatibleError, match=message) as caught:
+            make_trainer(package, callback, gradient_clip_val=clip).fit(lit)
+        assert "handle" not in str(caught.value) or message != OVERRIDDEN
+        assert "configure_optimizers" not in vars(lit)
 
     @pytest.mark.parametrize("hook", [*GRADIENT_HOOKS, *MODULE_HOOKS])
     def test_hooks_that_would_find_no_gradients_are_refused(self, package, hook):
@@ -383,7 +383,7 @@ class TestOptimizerInBackward:
 
     @pytest.mark.parametrize("hook", GRADIENT_HOOKS)
     def test_hooks_of_callbacks_are_refused(self, package, hook):
-        own = type("Guard", (package.Callback,), {hook: lambda *_: None})()
+        own = callback_with(package, "Guard", **{hook: lambda *_: None})
         given = package.callbacks.LambdaCallback(**{hook: lambda *_: None})
         for callback, name in ((own, "Guard"), (given, "LambdaCallback")):
             with pytest.raises(IncompatibleError, match=rf"`{name}\.{hook}` runs when"):
@@ -399,17 +399,12 @@ class TestOptimizerInBackward:
         ]
         assert found == []
 
-    def test_another_bound_than_that_of_the_trainer_is_refused(self, package):
-        callback = only(optimizer_in_backward=OptimizerInBackward(clip_norm=0.01))
-        with pytest.raises(IncompatibleError, match=r"or pass `clip_norm=1.0` here too"):
-            fit(make_lit(package), callback, package=package, gradient_clip_val=1.0)
-
     @pytest.mark.parametrize(
         ("own", "algorithm", "line"),
         [
             (OptimizerInBackward(), None, "clips the norm of all gradients at 0.01"),
-            (OptimizerInBackward(clip_norm=0.01), "norm", "clips the norm of all gradients"),
-            (OptimizerInBackward(clip_norm=0.01), "value", "clips all values at 0.01"),
+            (BOUND, "norm", "clips the norm of all gradients"),
+            (BOUND, "value", "clips all values at 0.01"),
         ],
     )
     def test_table_shows_what_is_clipped_for_the_trainer(self, own, algorithm, line):
@@ -429,16 +424,8 @@ class TestOptimizerInBackward:
             ({}, {}, "updated in backward, gradients "),
             ({}, {"accumulate_grad_batches": 3}, "are alive while 3 batches accumulate"),
             ({"accumulate_grad_batches": 2}, {}, "are alive while 2 batches accumulate"),
-            (
-                {"micro_batch_size": 2},
-                {},
-                "are alive while the micro-batches of a batch accumulate",
-            ),
-            (
-                {"micro_batch_size": "auto"},
-                {},
-                "while the micro-batches of a halved batch accumulate",
-            ),
+            ({"size": 2}, {}, "are alive while the micro-batches of a batch accumulate"),
+            ({"size": "auto"}, {}, "while the micro-batches of a halved batch accumulate"),
         ],
     )
     def test_table_shows_when_all_gradients_are_alive(self, settings, of_trainer, text):
@@ -446,7 +433,7 @@ class TestOptimizerInBackward:
         fit(make_lit(), callback, **of_trainer)
         details = "; ".join(rows_of(callback)["optimizer_in_backward"].details)
         assert text in details
-        is_split = settings.get("micro_batch_size") == 2
+        is_split = settings.get("size") == 2
         accumulates = "accumulate_grad_batches" in settings | of_trainer
         assert ("at a time" in details) == (not is_split and not accumulates)
 
@@ -458,66 +445,23 @@ class TestOptimizerInBackward:
         assert "are alive while several batches accumulate" in details[0]
 
     def test_table_shows_the_sizes_of_weights_that_are_cast_late(self):
-        settings: dict[str, Any] = {
-            "optimizer_in_backward": True,
-            "low_precision_weights": "kahan",
-            "precision": "auto",
-        }
-        late = make_lit()
-        model, late.model = late.model, None
-        type(late).configure_model = lambda self: setattr(self, "model", self.model or model)
+        settings: dict[str, Any] = {"low_precision_weights": "kahan", "precision": "auto"}
         shown = []
-        for lit in (make_lit(), late):
-            callback = only(**settings)
+        for lit in (make_lit(), late(make_lit())):
+            callback = only(**settings, optimizer_in_backward=True)
             make_trainer(LIGHTNING, callback).fit(lit)
             shown.append(rows_of(callback)["optimizer_in_backward"].details)
         assert shown[0] == shown[1]
 
     def test_an_own_optimizer_step_may_change_settings(self, package):
-        lit = make_lit(package)
-
         def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * (batch_idx + 1)
             optimizer.step(closure=closure)
 
-        type(lit).optimizer_step = optimizer_step
+        lit = make_lit(package, optimizer_step=optimizer_step)
         ours = fit(lit, only(optimizer_in_backward=True), package=package)
         assert_same(fit(lit, package=package), ours)
-
-    @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}])
-    def test_an_own_optimizer_step_that_leaves_out_steps_is_named(self, package, settings):
-        lit = make_lit(package)
-
-        def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any):
-            closure() if batch_idx == 0 else optimizer.step(closure=closure)
-
-        type(lit).optimizer_step = optimizer_step
-        callback = only(optimizer_in_backward=True, **settings)
-        with pytest.raises(
-            IncompatibleError, match=r"`Lit\.optimizer_step` is overridden"
-        ) as caught:
-            fit(lit, callback, package=package)
-        assert "or set `optimizer_in_backward=None`" in str(caught.value)
-        assert "handle" not in str(caught.value)
-
-    def test_two_backward_passes_of_a_batch_are_explained_for_a_trainer(self):
-        lit = make_lit()
-
-        def backward(self: Any, loss: torch.Tensor) -> None:
-            loss.backward()
-            self.model(torch.ones(4, 64)).backward()
-
-        type(lit).backward = backward
-        with pytest.raises(IncompatibleError, match=r"a second backward pass in `Lit\.backward`"):
-            fit(lit, only(optimizer_in_backward=True))
-
-    def test_optimizer_that_couples_parameters_is_refused_before_a_step(self):
-        lit = make_lit()
-        lit.configure_optimizers = lambda: torch.optim.LBFGS(lit.parameters())
-        with pytest.raises(IncompatibleError, match="LBFGS"):
-            make_trainer(LIGHTNING, only(optimizer_in_backward=True)).fit(lit)
-        assert type(lit.configure_optimizers()) is torch.optim.LBFGS
 
 
 def _fail_once(lit: Any, *, in_backward: bool) -> Any:
@@ -561,24 +505,19 @@ class TestLowPrecisionWeights:
         assert losses[-1] == pytest.approx(plain[-1], rel=2e-2)
         assert rows_of(callback)["precision"].value == "bf16-mixed"
         assert "compensation" not in str(state.keys())
-        assert (
-            "rounded with a bfloat16 compensation"
-            in rows_of(callback)["low_precision_weights"].details[1]
-        )
+        row = rows_of(callback)["low_precision_weights"]
+        assert "rounded with a bfloat16 compensation" in row.details[1]
 
     def test_sums_of_parts_are_float32(self):
-        dtypes: list[Any] = []
+        settings = {"precision": "auto", "low_precision_weights": "stochastic"}
+        for size, expected in ((None, torch.bfloat16), (2, torch.float32)):
+            dtypes: list[Any] = []
 
-        class Look(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
-            def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            def note(self: Any, trainer: Any, module: Any, optimizer: Any, dtypes=dtypes) -> None:
                 dtypes.append(module.model.head.weight.grad.dtype)
 
-        settings = {"precision": "auto", "low_precision_weights": "stochastic"}
-        fit(make_lit(), only(**settings), Look())
-        assert set(dtypes) == {torch.bfloat16}
-        dtypes.clear()
-        fit(make_lit(), only(**settings, micro_batch_size=2), Look())
-        assert set(dtypes) == {torch.float32}
+            fit(make_lit(), only(size, **settings), callback_with(on_before_optimizer_step=note))
+            assert set(dtypes) == {expected}
 
     def test_other_precisions_are_refused(self):
         with pytest.raises(ConfigurationError, match="precision='bf16-mixed'"):
@@ -589,43 +528,31 @@ class TestLowPrecisionWeights:
         assert len(ours[0]) == 6
 
 
-class TestSeveralProcesses:
-    @pytest.mark.parametrize(
-        ("strategy", "settings", "message"),
-        [
-            ("ddp", {"optimizer_in_backward": True}, "`DDPStrategy` shares gradients"),
-            ("fsdp", {"optimizer_in_backward": True}, "`FSDPStrategy` shares gradients"),
-            (
-                "ddp",
-                {"low_precision_weights": "kahan", "precision": "auto"},
-                "it fixes the type of gradients",
-            ),
-            ("fsdp", {"chunked_cross_entropy": True}, "`FSDPStrategy` may have freed"),
-            (
-                "fsdp",
-                {"low_precision_weights": "kahan", "precision": "auto"},
-                "`FSDPStrategy` decides itself",
-            ),
-        ],
-    )
-    def test_are_refused(self, strategy, settings, message):
-        """Each process asks itself this before it trains; none has to be started for it."""
-        package = PACKAGES["lightning"]
-        if strategy == "fsdp":
-            # The Trainer itself refuses FSDP without a GPU.
-            trainer = make_trainer(package)
-            trainer.strategy.__class__ = package.strategies.FSDPStrategy
-        else:
-            trainer = make_trainer(package, strategy="ddp", devices=2)
-        callback = only(**settings)
-        kinds: dict[str, Any] = {
-            "optimizer_in_backward": OptimizerInBackwardSetting,
-            "chunked_cross_entropy": ChunkedCrossEntropySetting,
-            "low_precision_weights": LowPrecisionWeightsSetting,
-        }
-        kind = kinds[next(iter(settings))]
-        problems = callback._settings.find(kind).check(trainer, make_lit())
-        assert any(message in problem.why for problem in problems)
+KAHAN = {"low_precision_weights": "kahan", "precision": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "kind", "message"),
+    [
+        ("ddp", {"optimizer_in_backward": True}, OptimizerInBackwardSetting, "shares gradients"),
+        ("fsdp", {"optimizer_in_backward": True}, OptimizerInBackwardSetting, "shares gradients"),
+        ("ddp", KAHAN, LowPrecisionWeightsSetting, "it fixes the type of gradients"),
+        ("fsdp", KAHAN, LowPrecisionWeightsSetting, "decides itself"),
+        ("fsdp", {"chunked_cross_entropy": True}, ChunkedCrossEntropySetting, "may have freed"),
+    ],
+)
+def test_several_processes_are_refused(strategy, settings, kind, message):
+    """Each process asks itself this before it trains; none has to be started for it."""
+    name = "`DDPStrategy` "
+    if strategy == "fsdp":
+        # The Trainer itself refuses FSDP without a GPU.
+        trainer, name = make_trainer(), "`FSDPStrategy` "
+        trainer.strategy.__class__ = LIGHTNING.strategies.FSDPStrategy
+    else:
+        trainer = make_trainer(strategy="ddp", devices=2)
+    problems = only(**settings)._settings.find(kind).check(trainer, make_lit())
+    expected = message if message.startswith("it ") else name + message
+    assert any(expected in problem.why for problem in problems)
 
 
 class TestPrediction:

@@ -29,7 +29,7 @@ from lightning_memsave.core.technique import Row
 from lightning_memsave.prediction import predict as prediction
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
-from tests.callbacks.lit import PACKAGES, Vectors, loader, make_lit, make_trainer
+from tests.callbacks.lit import Vectors, WithLoss, callback_with, loader, make_lit, make_trainer
 from tests.cases import WIDTH, make_model
 
 HOOKS = (
@@ -40,29 +40,18 @@ HOOKS = (
 )
 
 
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
-
-
 def conv_net() -> nn.Module:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            stages = [
-                nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
-                for _ in range(3)
-            ]
-            self.stages = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *stages)
-            self.head = nn.Linear(32, 10)
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        images = x.repeat_interleave(48, 1).view(-1, 3, 32, 32)
+        hidden = model[0](images).mean((2, 3))
+        return nn.functional.cross_entropy(model[1](hidden), torch.arange(len(x)) % 10)
 
-        def forward(self, x: Tensor) -> Tensor:
-            images = x.repeat_interleave(48, 1).view(-1, 3, 32, 32)
-            hidden = self.stages(images).mean((2, 3))
-            return nn.functional.cross_entropy(self.head(hidden), torch.arange(len(x)) % 10)
-
-    torch.manual_seed(1)
-    return Net()
+    stages = [
+        nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        for _ in range(3)
+    ]
+    images = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *stages)
+    return WithLoss(nn.Sequential(images, nn.Linear(32, 10)), loss_of)
 
 
 def roberta() -> nn.Module:
@@ -76,19 +65,10 @@ def roberta() -> nn.Module:
         intermediate_size=128,
         max_position_embeddings=WIDTH + 2,
     )
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = RobertaForMaskedLM(config)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            mask = ids != config.pad_token_id
-            loss: Tensor = self.model(ids, attention_mask=mask, labels=ids).loss
-            return loss
-
-    torch.manual_seed(1)
-    return Net()
+    return WithLoss(
+        RobertaForMaskedLM(config),
+        lambda model, ids: model(ids, attention_mask=ids != config.pad_token_id, labels=ids).loss,
+    )
 
 
 def gpt2() -> nn.Module:
@@ -96,18 +76,7 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=1000, n_embd=128, n_layer=3, n_head=4)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = GPT2LMHeadModel(config)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            loss: Tensor = self.model(ids, labels=ids).loss
-            return loss
-
-    torch.manual_seed(1)
-    return Net()
+    return WithLoss(GPT2LMHeadModel(config), lambda model, ids: model(ids, labels=ids).loss)
 
 
 def tokens(self: Any = None) -> DataLoader[Tensor]:
@@ -127,11 +96,14 @@ def fit(lit: Any, callback: Any, package: Any = lightning.pytorch, **settings: A
     return trainer
 
 
-def lit_with(package: Any = lightning.pytorch, **methods: Any) -> Any:
-    """A LightningModule with other methods, which are functions of the module."""
-    lit = make_lit(package)
-    lit.__class__ = type("Other", (type(lit),), methods)
-    return lit
+def assert_is_predicted(callback: Any, expected: bool = True) -> None:
+    assert (callback.prediction is not None) == expected, callback._prediction.note
+
+
+def assert_peak(rel: float = 1e-3) -> tuple[Any, Any]:
+    measured, predicted = measured_and_predicted()
+    assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=rel)
+    return measured, predicted
 
 
 class TestPredictedEqualsMeasured:
@@ -143,8 +115,7 @@ class TestPredictedEqualsMeasured:
             lit.train_dataloader = lit.val_dataloader = tokens
         fit(lit, callback, package)
         assert callback.prediction.guesses == ()
-        measured, predicted = measured_and_predicted()
-        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+        measured, predicted = assert_peak()
         assert predicted["error"] == predicted["peak_bytes"] / measured["peak_bytes"] - 1
         assert callback.prediction.peak_bytes == predicted["peak_bytes"]
         for found in (measured, predicted):
@@ -163,13 +134,10 @@ class TestPredictedEqualsMeasured:
     )
     def test_settings_of_the_trainer(self, settings):
         fit(make_lit(model="dropout"), MemSaveCallback(optimizer=None), **settings)
-        measured, predicted = measured_and_predicted()
-        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+        assert_peak()
 
-    @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
-    def test_gradients_wait_on_the_device_where_that_does_not_raise_the_peak(
-        self, accumulate_grad_batches
-    ):
+    @pytest.mark.parametrize("window", [1, 2])
+    def test_gradients_wait_on_the_device_where_that_does_not_raise_the_peak(self, window):
         peaks, hosts, weights = [], [], []
 
         def on_train_batch_end(self, *args: Any) -> None:
@@ -180,16 +148,10 @@ class TestPredictedEqualsMeasured:
         for kept_bytes in (0, None):
             technique = OptimizerInBackward(kept_bytes=kept_bytes)
             callback = MemSaveCallback(preset="off", optimizer_in_backward=technique)
-            lit = lit_with(on_train_batch_end=on_train_batch_end)
-            lit.model = wide()
-            fit(
-                lit,
-                callback,
-                gradient_clip_val=0.1,
-                accumulate_grad_batches=accumulate_grad_batches,
-            )
-            measured, predicted = measured_and_predicted()
-            assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+            torch.manual_seed(1)
+            lit = make_lit(model=wide(), on_train_batch_end=on_train_batch_end)
+            fit(lit, callback, gradient_clip_val=0.1, accumulate_grad_batches=window)
+            measured, predicted = assert_peak()
             assert predicted["host_bytes"] == lit.host_bytes
             peaks.append(measured["peak_bytes"])
             hosts.append(lit.host_bytes)
@@ -208,13 +170,13 @@ class TestPredictedEqualsMeasured:
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / self.trainer.max_epochs)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-        lit = lit_with(configure_optimizers=configure_optimizers)
+        lit = make_lit(configure_optimizers=configure_optimizers)
         fit(lit, callback := MemSaveCallback(), max_epochs=2)
-        assert callback.prediction is not None, callback._prediction.note
+        assert_is_predicted(callback)
 
     def test_modules_that_skip_their_first_batch_or_leave_the_epoch(self):
         skips = {"on_train_batch_start": lambda self, batch, batch_idx: -1}
-        fit(lit_with(**skips), callback := MemSaveCallback(), max_steps=-1, max_epochs=1)
+        fit(make_lit(**skips), callback := MemSaveCallback(), max_steps=-1, max_epochs=1)
         assert "No batch was trained on" in callback._prediction.note
 
     def test_manual_optimization_with_two_optimizers(self):
@@ -228,11 +190,13 @@ class TestPredictedEqualsMeasured:
             blocks = torch.optim.SGD(self.model.blocks.parameters(), lr=0.1, momentum=0.9)
             return [blocks, torch.optim.AdamW(self.model.head.parameters())]
 
-        lit = lit_with(training_step=training_step, configure_optimizers=configure_optimizers)
-        lit.automatic_optimization = False
+        lit = make_lit(
+            automatic_optimization=False,
+            training_step=training_step,
+            configure_optimizers=configure_optimizers,
+        )
         fit(lit, MemSaveCallback(), max_steps=8)
-        measured, predicted = measured_and_predicted()
-        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+        assert_peak()
 
     def test_batches_that_had_to_shrink_before(self):
         callback = MemSaveCallback(activation_checkpointing=None, optimizer=None)
@@ -240,26 +204,20 @@ class TestPredictedEqualsMeasured:
         whole = callback.prediction.peak_bytes
         callback._micro_batches.size = 1  # as a checkpoint would set it
         fit(make_lit(model=wide()), callback, max_steps=2)
-        measured, predicted = measured_and_predicted()
-        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.01)
+        _, predicted = assert_peak(rel=0.01)
         assert predicted["peak_bytes"] < 0.7 * whole
 
 
 def wide() -> nn.Module:
     """Most memory is in activations."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, 1)
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        hidden = model[0](x).repeat(1, 64).view(-1, 64, 32)
+        for _ in range(8):
+            hidden = hidden.sin()
+        return model[1](hidden).mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.up(x).repeat(1, 64).view(-1, 64, 32)
-            for _ in range(8):
-                hidden = hidden.sin()
-            return self.head(hidden).mean()
-
-    return Net()
+    return WithLoss(nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, 1)), loss_of)
 
 
 class Awkward(nn.Module):
@@ -296,20 +254,14 @@ class TestTrainingIsTheSame:
             torch.manual_seed(3)
             random.seed(3)
             np.random.seed(3)
-            lit = make_lit(package, Awkward())
-            lit.__class__ = type(
-                "Other",
-                (type(lit),),
-                {"training_step": training_step, "configure_optimizers": configure_optimizers},
-            )
+            steps = {"training_step": training_step, "configure_optimizers": configure_optimizers}
+            lit = make_lit(package, Awkward(), **steps)
             lit.mean, lit.seen = MeanMetric(), []
-            off: dict[str, Any] = (
-                {} if bare else {"activation_checkpointing": None, "optimizer": None}
-            )
+            off: Any = {} if bare else {"activation_checkpointing": None, "optimizer": None}
             callback = MemSaveCallback(predict=predict, **off)
             trainer = make_trainer(package, callback, max_epochs=2, log_every_n_steps=1)
             trainer.fit(lit)
-            assert (callback.prediction is not None) == predict, callback._prediction.note
+            assert_is_predicted(callback, predict)
             schedule = trainer.lr_scheduler_configs[0].scheduler
             return {
                 "losses": lit.seen,
@@ -326,7 +278,7 @@ class TestTrainingIsTheSame:
     def test_resume_in_the_middle_of_an_epoch(self, package, tmp_path):
         def run(predict: bool, *, resumed: bool) -> tuple[list[float], dict[str, Any]]:
             losses: list[float] = []
-            lit = lit_with(package, on_train_batch_end=lambda s, o, b, i: losses.append(o["loss"]))
+            lit = make_lit(package, on_train_batch_end=lambda s, o, b, i: losses.append(o["loss"]))
             callback = MemSaveCallback(predict=predict)
             steps = {"max_steps": 6 if resumed else 3, "max_epochs": -1}
             trainer = make_trainer(package, callback, **steps)
@@ -334,7 +286,7 @@ class TestTrainingIsTheSame:
             if not resumed:
                 trainer.save_checkpoint(tmp_path / "middle.ckpt")
             assert trainer.global_step == (6 if resumed else 3)
-            assert (callback.prediction is not None) == predict, callback._prediction.note
+            assert_is_predicted(callback, predict)
             return losses[-3:], lit.state_dict()
 
         run(True, resumed=False)
@@ -357,12 +309,11 @@ class TestTrainingIsTheSame:
             batches.append(batch)
             return self.model(batch.x)
 
-        lit = lit_with(training_step=training_step)
         callback = MemSaveCallback(optimizer=None)
-        trainer = make_trainer(lightning.pytorch, callback, max_epochs=1)
         data = DataLoader(Vectors(8), batch_size=4, collate_fn=lambda x: Batch(torch.stack(x)))
-        trainer.fit(lit, data)
-        assert callback.prediction is not None, callback._prediction.note
+        trainer = make_trainer(lightning.pytorch, callback, max_epochs=1)
+        trainer.fit(make_lit(training_step=training_step), data)
+        assert_is_predicted(callback)
         real = batches[-2:]
         assert [batch.seen for batch in real] == [[0], [1]]
         assert all(type(batch.x) is Tensor for batch in real)
@@ -393,7 +344,7 @@ class TestNoTrace:
                     raise ValueError
                 return self.model(batch)
 
-            lit = lit_with(package, training_step=training_step)
+            lit = make_lit(package, training_step=training_step)
             lit.__class__ = spy_on(type(lit), calls)
             callback = MemSaveCallback(predict=predict)
             own = spy_on(package.Callback, calls)()
@@ -403,19 +354,15 @@ class TestNoTrace:
                 trainer.fit(lit)
             except ValueError:
                 assert not ends_well
-            assert (callback.prediction is not None) == predict, callback._prediction.note
+            assert_is_predicted(callback, predict)
             return calls
 
         assert run(True) == run(False)
 
     def test_callbacks_that_the_module_configures_take_no_part(self, package):
         calls: list[str] = []
-
-        class Own(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-                calls.append("batch")
-
-        lit = lit_with(package, configure_callbacks=lambda self: [Own()])
+        own = callback_with(package, on_train_batch_start=lambda *_: calls.append("batch"))
+        lit = make_lit(package, configure_callbacks=lambda self: [own])
         fit(lit, callback := MemSaveCallback(), package)
         assert callback.prediction is not None
         assert calls == ["batch"] * 3
@@ -434,12 +381,12 @@ class TestNoTrace:
 
         def run(predict: bool) -> tuple[str, str, list[str], list[str]]:
             caplog.clear()
-            lit = lit_with(package, training_step=training_step)
+            lit = make_lit(package, training_step=training_step)
             with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 callback = MemSaveCallback(predict=predict)
                 fit(lit, callback, package)
-            assert (callback.prediction is not None) == predict, callback._prediction.note
+            assert_is_predicted(callback, predict)
             return (
                 *capfd.readouterr(),
                 [re.sub(r"in \d+ ms", "in some ms", r.getMessage()) for r in caplog.records],
@@ -508,7 +455,7 @@ class TestNoTrace:
             callback = MemSaveCallback(predict=predict, **off)
             with Counter():
                 fit(make_lit(), callback, max_steps=2)
-            assert (callback.prediction is not None) == predict, callback._prediction.note
+            assert_is_predicted(callback, predict)
             counts.append(Counter.num_calls)
         assert counts[0] == counts[1]
 
@@ -545,7 +492,7 @@ class TestWhatCannotBePredicted:
         line = training_step.__code__.co_firstlineno + 1
         callback = MemSaveCallback(optimizer=None)
         with caplog.at_level(logging.INFO):
-            fit(lit_with(package, training_step=training_step), callback, package)
+            fit(make_lit(package, training_step=training_step), callback, package)
         note = note_of(callback)
         assert note == (
             f"test_run_prediction.py, line {line} needs the values of a tensor, which only a real "
@@ -560,8 +507,8 @@ class TestWhatCannotBePredicted:
         def refuse(self) -> Any:
             raise TypeError("no state")
 
-        fit(lit_with(__getstate__=refuse), callback := MemSaveCallback(optimizer=None))
-        assert "`Other` cannot be copied (TypeError: no state)" in note_of(callback)
+        fit(make_lit(__getstate__=refuse), callback := MemSaveCallback(optimizer=None))
+        assert "`Lit` cannot be copied (TypeError: no state)" in note_of(callback)
 
     def test_compiled(self):
         lit = make_lit()
@@ -576,30 +523,30 @@ class TestWhatCannotBePredicted:
         assert "more than 0.001 seconds" in note_of(callback)
         assert "`predict=`" in note_of(callback)
 
-    def test_a_time_out_of_the_users_own_is_told_apart(self):
-        fit(failing(TimeoutError("no answer")), callback := MemSaveCallback(optimizer=None))
-        assert note_of(callback) == "TimeoutError: no answer"
-
     @pytest.mark.parametrize(
-        "error", [SystemExit("bye"), RuntimeError("first\nsecond"), AssertionError()], ids=repr
+        ("error", "reason"),
+        [
+            (SystemExit("bye"), "SystemExit: bye"),
+            (RuntimeError("first\nsecond"), "RuntimeError: first"),
+            (AssertionError(), "AssertionError"),
+            (TimeoutError("no answer"), ""),  # the user's own is told apart
+        ],
+        ids=repr,
     )
-    def test_the_users_code_fails(self, error):
+    def test_the_users_code_fails(self, error, reason):
         fit(failing(error), callback := MemSaveCallback(optimizer=None))
-        reasons = {"bye": "SystemExit: bye", "first\nsecond": "RuntimeError: first"}
-        reason = reasons.get(str(error), "AssertionError")
         note = note_of(callback)
+        if not reason:
+            assert note == "TimeoutError: no answer"
+            return
         assert note.startswith("test_run_prediction.py, line ")
         assert f" raises {reason} where the step runs on fake tensors" in note
 
     def test_an_interruption_ends_the_run(self, package):
         seen: list[BaseException] = []
-
-        class Seen(package.Callback):  # type: ignore[name-defined, misc]
-            def on_exception(self, trainer, pl_module, exception):
-                seen.append(exception)
-
+        seeing = callback_with(package, on_exception=lambda *args: seen.append(args[-1]))
         before = signal.getsignal(signal.SIGINT)
-        trainer = make_trainer(package, MemSaveCallback(), Seen(), max_steps=3)
+        trainer = make_trainer(package, MemSaveCallback(), seeing, max_steps=3)
         try:
             with pytest.raises(SystemExit):
                 trainer.fit(failing(KeyboardInterrupt(), package))
@@ -626,7 +573,7 @@ def failing(error: BaseException, package: Any = lightning.pytorch) -> Any:
             raise error
         return self.model(batch)
 
-    return lit_with(package, training_step=training_step)
+    return make_lit(package, training_step=training_step)
 
 
 class TestSwitch:
@@ -636,10 +583,6 @@ class TestSwitch:
         assert measured_and_predicted()[1] is None
         assert "predicted" not in capsys.readouterr().out
 
-    def test_a_number_is_the_limit(self):
-        fit(make_lit(), callback := MemSaveCallback(optimizer=None, predict=60))
-        assert callback.prediction is not None
-
 
 class TestSummary:
     def test_both_figures_are_printed(self, package, capsys):
@@ -648,31 +591,23 @@ class TestSummary:
         lines = capsys.readouterr().out.splitlines()
         (peak,) = [line for line in lines if line.startswith("  peak memory: ")]
         assert f", predicted 1.15 MiB ({100 * predicted['error']:+.2f} %)" in peak
-        assert not any(
-            line.strip().startswith(("buffer", "other", "weight copy")) for line in lines
-        )
+        zero = ("buffer", "other", "weight copy")
+        assert not any(line.strip().startswith(zero) for line in lines)
         assert measured["by_category"]["buffer"] == 0
 
     def test_beside_a_monitor_of_the_users_own(self, package, capsys):
+        """Which forgets the prediction in a fit without one."""
         for order in (0, 1):
             monitor, callback = GPUMemoryMonitor(), MemSaveCallback(optimizer=None)
             callbacks = (monitor, callback) if order else (callback, monitor)
-            trainer = make_trainer(package, *callbacks, max_steps=3)
-            trainer.fit(make_lit(package))
+            make_trainer(package, *callbacks, max_steps=3).fit(make_lit(package))
             assert monitor.summary.prediction is callback.prediction is not None
             assert monitor.summary.prediction_error == pytest.approx(0, abs=1e-3)
             assert capsys.readouterr().out.count("predicted 1.15 MiB") == 1
             measured, predicted = measured_and_predicted()
             assert measured["peak_bytes"] == monitor.summary.peak_bytes
             assert predicted["error"] == monitor.summary.prediction_error
-
-    def test_a_monitor_forgets_the_prediction_of_the_fit_before(self, capsys):
-        monitor = GPUMemoryMonitor()
-        callback = MemSaveCallback(optimizer=None)
-        make_trainer(lightning.pytorch, callback, monitor, max_steps=3).fit(make_lit())
-        assert monitor.summary.prediction is callback.prediction is not None
-        capsys.readouterr()
-        fit(make_lit(), monitor)
+        fit(make_lit(package), monitor, package)
         assert monitor.summary.prediction is None
         assert "predicted" not in capsys.readouterr().out
 
@@ -695,9 +630,8 @@ class TestFits:
         fit(make_lit(), callback)
         first = callback.prediction
         fit(make_lit(model=conv_net()), callback)
-        measured, predicted = measured_and_predicted()
         assert callback.prediction is not first
-        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+        assert_peak()
         fit(failing(ValueError("no")), callback)
         assert "ValueError: no" in note_of(callback)
 
@@ -707,7 +641,7 @@ class TestFits:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return self.model(batch)
 
-        lit = lit_with(training_step=training_step)
+        lit = make_lit(training_step=training_step)
         callback = MemSaveCallback(optimizer=None, micro_batch_size=None)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             fit(lit, callback)
@@ -725,24 +659,16 @@ class TestFits:
         assert callback._prediction.note == ""
 
 
-class _LargeBuffer(nn.Module):
-    def __init__(self, is_of_samples: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("table", torch.zeros(512, 512))
-        self.is_of_samples = is_of_samples
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = self.layer(x)
-        return outputs.square().mean() if self.is_of_samples else outputs.std(0).sum()
-
-
-@pytest.mark.parametrize("is_of_samples", [True, False])
-def test_copies_of_buffers_for_a_repeated_batch_need_no_memory_of_the_device(is_of_samples):
-    fit(make_lit(model=_LargeBuffer(is_of_samples)), callback := MemSaveCallback())
-    measured, predicted = measured_and_predicted()
+@pytest.mark.parametrize(
+    "loss_of", [lambda m, x: m(x).square().mean(), lambda m, x: m(x).std(0).sum()]
+)
+def test_copies_of_buffers_for_a_repeated_batch_need_no_memory_of_the_device(loss_of):
+    """Neither where the loss is of samples nor where it is not."""
+    model = WithLoss(nn.Linear(WIDTH, WIDTH), loss_of)
+    model.register_buffer("table", torch.zeros(512, 512))
+    fit(make_lit(model=model), callback := MemSaveCallback())
     assert callback.prediction.guesses == ()
-    assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+    assert_peak()
 
 
 def test_what_gave_way_in_this_run_is_off_in_the_prediction():
@@ -780,11 +706,13 @@ class LoadedInWorkers(Dataset[Tensor]):
 
 def test_the_next_batches_load_meanwhile(package, monkeypatch):
     """Workers of the DataLoader are there: they load three batches more while it predicts."""
-    data, lit, batch_size = LoadedInWorkers(), make_lit(package), 4
-    type(lit).train_dataloader = lambda self: DataLoader(
-        data, batch_size, num_workers=1, prefetch_factor=4
+    data, batch_size, seen = LoadedInWorkers(), 4, []
+    lit = make_lit(
+        package,
+        train_dataloader=lambda self: DataLoader(
+            data, batch_size, num_workers=1, prefetch_factor=4
+        ),
     )
-    seen = []
     predict = prediction.predict
 
     def predict_when_loaded(step):

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import step_of
-from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
+from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer, summary_of
 from tests.callbacks.ranks import RANKS, Notes, Report, make_report
 from tests.cases import Model
 
@@ -32,8 +32,7 @@ def train(*, predict: float | bool, through_ddp: bool = False, **settings: Any) 
         return loss
 
     torch.manual_seed(1)
-    lit = make_lit(model=Model())
-    lit.__class__ = type("Other", (type(lit),), {"training_step": training_step})
+    lit = make_lit(model=Model(), training_step=training_step)
     lit.mean, lit.gathered = MeanMetric(dist_sync_on_step=True), []
     trace = Trace(pl)
     # Of 8-bit updates, which need less than the gradients that are averaged: DDP's own copies of
@@ -46,9 +45,7 @@ def train(*, predict: float | bool, through_ddp: bool = False, **settings: Any) 
     trainer = make_trainer(pl, callback, trace.callback, **(strategy | settings))
     torch.manual_seed(3)
     trainer.fit(lit, DataLoader(Vectors(40), batch_size=4))
-    assert callback.monitor is not None
-    summary, prediction = callback.monitor.summary, callback.prediction
-    assert summary is not None
+    summary, prediction = summary_of(callback), callback.prediction
     step = step_of(trainer, lit, torch.zeros(1), MemSaveCallback, {})
     assert step.fit is not None
     return {

@@ -3,16 +3,11 @@
 import lightning.pytorch
 import pytest
 
-from lightning_memsave import MemSaveCallback
-from tests.callbacks.lit import make_lit, make_trainer
-
-SETTINGS = {"report": False, "predict": False}
+from tests.callbacks.lit import make_lit, make_trainer, quiet
 
 
 def notes_of(step, **settings):
-    lit = make_lit()
-    type(lit).training_step = step
-    callback = MemSaveCallback(**(SETTINGS | settings))
+    lit, callback = make_lit(training_step=step), quiet(**settings)
     with pytest.raises(RuntimeError, match=r"cannot be multiplied|normalized_shape") as raised:
         make_trainer(lightning.pytorch, callback, max_steps=2).fit(lit)
     return "".join(getattr(raised.value, "__notes__", []))

@@ -1,6 +1,5 @@
 """Weights in bfloat16 in a Trainer: calls outside of steps, other callbacks, table, messages."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,47 +9,48 @@ from torch import Tensor, nn
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.trainer.precision import half_precision_on_cpu
-from tests.callbacks.lit import PACKAGES, fit, loader, make_lit, make_trainer
-from tests.cases import make_batch, make_model
+from tests.callbacks.lit import (
+    LIGHTNING,
+    callback_with,
+    fit,
+    late,
+    loader,
+    make_lit,
+    make_trainer,
+    no_step,
+    quiet,
+    rows_of,
+)
+from tests.cases import make_batch
 from tests.helpers import snapshot
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 BF16 = torch.bfloat16
-LIGHTNING = PACKAGES["lightning"]
 
 
 def only(**settings: Any) -> MemSaveCallback:
     """Weights in bfloat16 and nothing else."""
-    off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "micro_batch_size")
-    )
-    off |= {"low_precision_weights": "kahan", "predict": False, "report": False}
-    return MemSaveCallback(**(off | settings))
+    off = dict.fromkeys(("activation_checkpointing", "optimizer", "micro_batch_size"))
+    return quiet(**(off | {"low_precision_weights": "kahan"} | settings))
 
 
 def row_of(callback: MemSaveCallback, name: str = "low_precision_weights") -> Any:
-    return next(row for row in callback.rows if row.name == name)
-
-
-@pytest.fixture(params=PACKAGES)
-def package(request):
-    return PACKAGES[request.param]
+    return rows_of(callback)[name]
 
 
 class TestCallsOutsideOfSteps:
     @pytest.mark.parametrize("is_in_autocast", [True, False])
     def test_need_autocast(self, is_in_autocast):
         """Lightning enters it around the steps alone."""
-        lit, dtypes = make_lit(), set()
+        dtypes = set()
 
-        class Samples(type(lit)):  # type: ignore[misc]
-            def on_train_epoch_end(self) -> None:
-                with torch.no_grad(), torch.autocast("cpu", BF16, enabled=is_in_autocast):
-                    self.model(make_batch(0))
-                    dtypes.add(self.model.head(make_batch(0)).dtype)
+        def sample(self: Any) -> None:
+            with torch.no_grad(), torch.autocast("cpu", BF16, enabled=is_in_autocast):
+                self.model(make_batch(0))
+                dtypes.add(self.model.head(make_batch(0)).dtype)
 
-        lit.__class__ = Samples
+        lit = make_lit(on_train_epoch_end=sample)
         if is_in_autocast:
             fit(lit, only())
             assert dtypes == {BF16}
@@ -88,12 +88,11 @@ class TestOtherCallbacks:
     def test_that_average_keep_float32_in_each_fit(self, package):
         dtypes: set[torch.dtype] = set()
 
-        class Look(package.Callback):  # type: ignore[name-defined, misc]
-            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-                dtypes.update(p.dtype for p in average._average_model.parameters())
+        def look(self: Any, trainer: Any, pl_module: Any) -> None:
+            dtypes.update(p.dtype for p in average._average_model.parameters())
 
         average = self.averaging(package)[-1]
-        trainer = make_trainer(package, average, only(), Look())
+        trainer = make_trainer(package, average, only(), callback_with(package, on_train_end=look))
         for epochs in (1, 2):
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(make_lit(package))
@@ -125,23 +124,14 @@ class TestTable:
         assert not [w for w in recwarn if "changed nothing" in str(w.message)]
 
     def test_of_layers_that_are_made_late(self):
-        lit = make_lit()
-
-        class Late(type(lit)):  # type: ignore[misc]
-            model: Any
-
-            def configure_model(self) -> None:
-                if self.model is None:
-                    self.model = make_model("dropout")
-
-        lit.__class__, lit.model = Late, None
-        callback = only()
-        fit(lit, callback)
+        fit(late(make_lit()), callback := only())
         assert "AdamW: 9 of 26 tensors" in row_of(callback).details[1]
 
     def test_of_what_changes_nothing(self):
-        lit = make_lit(model=nn.Sequential(nn.LayerNorm(64)))
-        type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
+        lit = make_lit(
+            model=nn.Sequential(nn.LayerNorm(64)),
+            training_step=lambda self, batch, index: self.model(batch).square().mean(),
+        )
         with pytest.raises(IncompatibleError, match="there is no tensor to convert"):
             fit(lit, only(), limit_val_batches=0)
         callback = MemSaveCallback(preset="single_gpu")
@@ -149,23 +139,19 @@ class TestTable:
         assert row_of(callback).status == "off"
 
     def test_of_manual_optimization_whose_sums_are_float32(self):
-        lit = make_lit()
         dtypes = set()
 
-        class Manual(type(lit)):  # type: ignore[misc]
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                optimizer = self.optimizers()
-                loss = self.model(batch)
-                self.manual_backward(loss)
-                dtypes.add(self.model.head.weight.grad.dtype)
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss
+        def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+            optimizer = self.optimizers()
+            loss = self.model(batch)
+            self.manual_backward(loss)
+            dtypes.add(self.model.head.weight.grad.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
 
-        lit.__class__, lit.automatic_optimization = Manual, False
-        callback = only()
-        own = copy.deepcopy(lit)
-        make_trainer(LIGHTNING, callback).fit(own)
+        lit = make_lit(automatic_optimization=False, training_step=training_step)
+        fit(lit, callback := only())
         assert dtypes == {torch.float32}
         assert "gradients summed in float32" in row_of(callback).details[-1]
 
@@ -174,63 +160,58 @@ class TestTable:
 def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_preset(cls, package):
     layouts = set()
 
-    class Table(package.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(2000, 64, sparse=True), nn.Linear(64, 64)
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch.abs().mul(10).long().clamp(max=1000)).square().mean()
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            tokens = batch.abs().mul(10).long().clamp(max=1000)
-            return self.head(self.table(tokens)).square().mean()
+    def configure_optimizers(self: Any) -> Any:
+        table = self.model[0].weight
+        trained = [table] if cls is torch.optim.SparseAdam else self.parameters()
+        self.hooks = [table.register_hook(lambda grad: layouts.add(grad.layout))]
+        return cls(trained, lr=0.1)
 
-        def configure_optimizers(self) -> Any:
-            trained = [self.table.weight] if cls is torch.optim.SparseAdam else self.parameters()
-            hook = self.table.weight.register_hook(lambda grad: layouts.add(grad.layout))
-            self.hooks = [hook]
-            return cls(trained, lr=0.1)
-
-    lit = Table()
-    before = lit.table.weight.detach().clone()
+    lit = make_lit(
+        package,
+        nn.Sequential(nn.Embedding(2000, 64, sparse=True), nn.Linear(64, 64)),
+        training_step=training_step,
+        validation_step=no_step,
+        configure_optimizers=configure_optimizers,
+    )
+    before = lit.model[0].weight.detach().clone()
     off: Any = dict.fromkeys(("optimizer", "attention", "chunked_cross_entropy"))
-    callback = MemSaveCallback(None, preset="single_gpu", report=False, predict=False, **off)
+    callback = quiet(None, preset="single_gpu", **off)
     make_trainer(package, callback).fit(lit, loader())
     assert layouts == {torch.sparse_coo}
     assert "1 sparse" in row_of(callback).details[0]
-    changed = (lit.table.weight != before).any(1)
+    changed = (lit.model[0].weight != before).any(1)
     assert changed[:1001].any()
     assert not changed[1001:].any()
 
 
 class TestMessages:
     @pytest.mark.parametrize(
-        ("settings", "trainer"),
+        ("settings", "trainer", "is_bf16"),
         [
-            ({}, {"precision": "bf16-true"}),
-            ({}, {"plugins": [half_precision_on_cpu(LIGHTNING)]}),
-            ({"precision": None}, {}),
+            ({}, {"precision": "bf16-true"}, False),
+            ({}, {"plugins": [half_precision_on_cpu(LIGHTNING)]}, False),
+            ({"precision": None}, {}, False),
+            ({}, {}, True),
         ],
-        ids=["bf16-true", "plugin", "none"],
+        ids=["bf16-true", "plugin", "none", "model in bfloat16"],
     )
-    def test_lead_out(self, settings, trainer):
+    def test_lead_out(self, settings, trainer, is_bf16):
         """Doing what they say is enough."""
         preset: dict[str, Any] = {"preset": "single_gpu", "predict": False}
+        lit = make_lit()
+        way, precision = "`low_precision_weights=None`", None
+        if is_bf16:
+            lit.model.bfloat16()
+            way, precision = f'set {way} and `precision="bf16-true"`', "bf16-true"
         named: Any = {"low_precision_weights": "stochastic"}
         with pytest.raises(IncompatibleError) as caught:
-            fit(make_lit(), MemSaveCallback(**preset, **settings, **named), **trainer)
-        assert "`low_precision_weights=None`" in str(caught.value)
-        out: dict[str, Any] = {"precision": None, "low_precision_weights": None}
-        fit(make_lit(), MemSaveCallback(**preset, **out), **trainer)
-
-    def test_lead_out_with_a_model_in_bfloat16(self):
-        preset: dict[str, Any] = {"preset": "single_gpu", "predict": False}
-        lit = make_lit()
-        lit.model.bfloat16()
-        way = 'set `low_precision_weights=None` and `precision="bf16-true"`'
-        with pytest.raises(IncompatibleError) as caught:
-            fit(lit, MemSaveCallback(**preset, low_precision_weights="stochastic"))
+            fit(lit, MemSaveCallback(**preset, **settings, **named), **trainer)
         assert way in str(caught.value)
-        out: dict[str, Any] = {"precision": "bf16-true", "low_precision_weights": None}
-        fit(lit, MemSaveCallback(**preset, **out))
+        out: dict[str, Any] = {"precision": precision, "low_precision_weights": None}
+        fit(lit, MemSaveCallback(**preset, **out), **trainer)
 
     @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
     def test_lead_out_before_there_is_a_trainer(self, precision):

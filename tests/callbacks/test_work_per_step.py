@@ -10,14 +10,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
+from lightning_memsave import GPUMemoryMonitor
 from lightning_memsave.techniques.micro_batching import training_state
-from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit
+from tests.callbacks.lit import (
+    SmallerFrom,
+    assert_same,
+    callback_with,
+    fit,
+    make_lit,
+    model_step,
+    only,
+    quiet,
+)
 from tests.out_of_memory import MESSAGE
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
-LIGHTNING = PACKAGES["lightning"]
 RETRIED = "ignore:Out of memory with:lightning_memsave.errors.MemsaveWarning"
 
 
@@ -33,19 +41,14 @@ class Beside(nn.Module):
         return self.head(batch).square().mean()
 
 
-def only(**settings: Any) -> MemSaveCallback:
-    off: dict[str, Any] = dict.fromkeys(
-        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
-    )
-    return MemSaveCallback(**(off | settings), report=False, predict=False)
-
-
-def lit_beside(num_experts: int) -> Any:
-    lit = make_lit(LIGHTNING, Beside(num_experts))
-    type(lit).training_step = lambda self, batch, batch_idx: self.model(batch)
-    type(lit).configure_optimizers = lambda self: torch.optim.AdamW(self.parameters(), lr=0.1)
-    type(lit).train_dataloader = lambda self: DataLoader(cast(Any, torch.ones(40, 6)), batch_size=4)
-    return lit
+def lit_beside(num_experts: int, **methods: Any) -> Any:
+    data = DataLoader(cast(Any, torch.ones(40, 6)), batch_size=4)
+    defaults = {
+        "training_step": model_step,
+        "configure_optimizers": lambda self: torch.optim.AdamW(self.parameters(), lr=0.1),
+        "train_dataloader": lambda self: data,
+    }
+    return make_lit(model=Beside(num_experts), **(defaults | methods))
 
 
 def bytecodes_of_a_step(num_experts: int, callbacks: list[Any], **settings: Any) -> Counter[str]:
@@ -58,41 +61,33 @@ def bytecodes_of_a_step(num_experts: int, callbacks: list[Any], **settings: Any)
             counts[frame.f_code.co_filename] += 1
         return trace
 
-    class Traced(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 6:
-                sys.settrace(trace)
-                sys._getframe(1).f_trace = trace
+    def start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 6:
+            sys.settrace(trace)
+            sys._getframe(1).f_trace = trace
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            sys.settrace(None)
-
+    traced = callback_with(
+        on_train_batch_start=start, on_train_batch_end=lambda *_: sys.settrace(None)
+    )
     before = sys.gettrace()
     try:
         # Hooks of callbacks after it are in; those of the callbacks before it are of no concern.
         limits: Any = {"limit_val_batches": 0, "limit_train_batches": 8, "log_every_n_steps": 50}
-        fit(lit_beside(num_experts), Traced(), *callbacks, **(limits | settings))
+        fit(lit_beside(num_experts), traced, *callbacks, **(limits | settings))
     finally:
         sys.settrace(before)
     return counts
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"micro_batch_size": None},
-        {"micro_batch_size": 4},
-    ],
-    ids=str,
+    "settings", [{}, {"micro_batch_size": None}, {"micro_batch_size": 4}], ids=str
 )
 def test_does_not_grow_with_the_model(settings):
     """As much for 2,000 modules as for 20, beyond what Lightning and torch do without us."""
 
     def added(num_experts: int) -> int:
-        callback = MemSaveCallback(report=False, predict=False, **settings)
         monitor = GPUMemoryMonitor(print_summary=False)
-        ours = bytecodes_of_a_step(num_experts, [callback, monitor])
+        ours = bytecodes_of_a_step(num_experts, [quiet(**settings), monitor])
         plain = bytecodes_of_a_step(num_experts, [])
         assert sum(plain.values()) > 20 * num_experts  # torch does visit all parameters
         assert any("lightning_memsave" in file for file in ours)
@@ -139,21 +134,13 @@ def fit_stateful(fails_at: int = -1, smaller_from: int | None = None) -> tuple[A
     torch.manual_seed(0)
     model = Stateful()
     model.fails_at = fails_at
-    lit = make_lit(LIGHTNING, model)
-    data = torch.randn(40, 6)
-    type(lit).training_step = lambda self, batch, batch_idx: self.model(batch)
-    type(lit).train_dataloader = lambda self: DataLoader(cast(Any, data), batch_size=4)
-    callback = only(micro_batch_size="auto")
-
-    class Smaller(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == smaller_from:
-                setting = callback._micro_batches
-                setting.size = setting.runner.size = 2
-
+    data = DataLoader(cast(Any, torch.randn(40, 6)), batch_size=4)
+    lit = make_lit(model=model, training_step=model_step, train_dataloader=lambda self: data)
+    callback = only("auto")
+    smaller = SmallerFrom(callback, smaller_from)
     torch.manual_seed(1)
     limits: Any = {"limit_val_batches": 0, "limit_train_batches": 8}
-    return fit(lit, callback, Smaller(), **limits), callback
+    return fit(lit, callback, smaller, **limits), callback
 
 
 @pytest.mark.filterwarnings(RETRIED, "ignore:.*and batch normalisation")
@@ -199,18 +186,13 @@ def test_a_backward_pass_inside_of_a_late_step_is_zeroed(settings):
     """Gradients are freed before the forward pass, and after it only if there may be some."""
 
     def run(*callbacks: Any) -> Any:
-        lit = lit_beside(2)
-
         def training_step(self, batch, batch_idx):
             if batch_idx > 3 and torch.is_grad_enabled():
                 self.model(3 * batch).backward()
             return self.model(batch)
 
-        type(lit).training_step = training_step
-        torch.manual_seed(0)
-        torch.nn.init.constant_(lit.model.head.weight, 0.1)
-        torch.nn.init.constant_(lit.model.head.bias, 0.1)
-        for parameter in lit.model.experts.parameters():
+        lit = lit_beside(2, training_step=training_step)
+        for parameter in lit.parameters():
             torch.nn.init.constant_(parameter, 0.1)
         return fit(lit, *callbacks, limit_val_batches=0, limit_train_batches=8)
 
