@@ -53,7 +53,6 @@ _MUCH = 0.1
 
 
 def kept_bytes(alive: Iterable[AliveTensor]) -> dict[str, int]:
-    """Sum up what attributes keep from step to step."""
     kept: Counter[str] = Counter()
     for one in alive:
         if one.owner:
@@ -87,7 +86,6 @@ class RunFacts:
         return not any(row.name == name and row.status != "unchanged" for row in self.rows)
 
     def status_of(self, name: str) -> str:
-        """Give the status of a setting in the table; empty if it is not there."""
         return next((row.status for row in self.rows if row.name == name), "")
 
 

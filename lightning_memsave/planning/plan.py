@@ -44,7 +44,6 @@ class Plan:
 
     @property
     def short(self) -> str:
-        """What is on, such as ``"activation_checkpointing=6, optimizer='8bit'"``."""
         return _listed(self._on) or "nothing on"
 
     @property
@@ -152,16 +151,11 @@ class MemoryPlan(JupyterMixin):
             more = {"fits": self.fits(plan), "step_seconds": self.step_seconds(plan)}
             return plan.to_dict() | more
 
-        return {
-            "budget_bytes": self.budget_bytes,
-            "margin_bytes": self.margin_bytes,
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ladder"}
+        return found | {
             "plan": of(self.plan),
             "runner_up": None if self.runner_up is None else of(self.runner_up),
             "frontier": [of(plan) for plan in self.frontier],
-            "seconds": self.seconds,
-            "num_predictions": self.num_predictions,
-            "unchanged_seconds": self.unchanged_seconds,
-            "notes": self.notes,
         }
 
     def table(self) -> Table:

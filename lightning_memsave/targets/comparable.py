@@ -23,7 +23,6 @@ class SavedPrediction:
 
 
 def read_saved(path: str | os.PathLike[str]) -> SavedPrediction | None:
-    """Read a file of JSON; ``None`` if it is about something else."""
     text, file = os.fspath(path), Path(path)
     if file.suffix != ".json" or not file.is_file():
         return None
