@@ -200,24 +200,16 @@ def _yaml(case: _Case, target: "Target", arguments: argparse.Namespace) -> str:
     import yaml  # type: ignore[import-untyped] # it comes without types
 
     from lightning_memsave.callbacks.memsave import MemSaveCallback
-    from lightning_memsave.planning.plan import short_settings
+    from lightning_memsave.planning.plan import plain, short_settings
 
     # Techniques with a `class_path` are written as they were read.
     given = {**(target.settings or {}), **read_settings(arguments.set)}
     shown = short_settings(MemSaveCallback, case.best.settings, case.best.exactness)
     shown |= {n: given[n] for n in shown if isinstance(given.get(n), dict)}
-    plain = {n: _plain(v) for n, v in shown.items()}
-    callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": plain}
+    found = {n: v if isinstance(v, dict) else plain(v) for n, v in shown.items()}
+    callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": found}
     text: str = yaml.safe_dump({"trainer": {"callbacks": [callback]}}, sort_keys=False)
     return text
-
-
-def _plain(value: Any) -> Any:
-    from lightning_memsave.core.technique import Technique, as_config
-
-    if isinstance(value, Technique):
-        return as_config(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _to_dict(

@@ -321,7 +321,7 @@ def explain_parameters(
 
 def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
     verb = "they need" if part.is_several else "it needs"
-    own = format_bytes(_cost_of(part.entries, costs))
+    own = format_bytes(costs.of(entry.module for entry in part.entries))
     if not is_first:
         return f"With {costs.optimizer} {verb} {own}."
     remark = f" at the peak; {costs.remark}" if costs.remark else ""
@@ -329,10 +329,6 @@ def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
         f"With {costs.optimizer} {verb} {own} of the {format_bytes(costs.total_bytes)} that "
         f"{costs.summary} take together{remark}."
     )
-
-
-def _cost_of(entries: Iterable[TensorEntry], costs: ModelStates) -> int:
-    return costs.of(entry.module for entry in entries)
 
 
 def _cardinality(

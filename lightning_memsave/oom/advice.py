@@ -92,6 +92,8 @@ class RunFacts:
 def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts) -> tuple[str, ...]:
     allocator = _allocator_advice(oom, allocator_settings)
     less = _less_memory(oom, run)
+    pids = ", ".join(str(process.pid) for process in own_and_others(oom)[1])
+    pids = f" (process {pids})" if pids else ""
     by_cause = {
         "full": [*less, *allocator],
         "too_large": [
@@ -108,8 +110,8 @@ def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts)
         ],
         "fragmentation": [*allocator, *_STEADY_SHAPES, *less],
         "other_process": [
-            f"Look with `nvidia-smi` and end what is not needed{_pids(oom)}: often a notebook, a "
-            "run that crashed, or another rank on the same device.",
+            f"Look with `nvidia-smi` and end what is not needed{pids}: "
+            "often a notebook, a run that crashed, or another rank on the same device.",
             "Choose another device with `CUDA_VISIBLE_DEVICES` or `Trainer(devices=[...])`.",
             *less,
         ],
@@ -283,8 +285,3 @@ def _less_in_evaluation(run: RunFacts) -> list[str]:
             "can be split.",
         )
     return [*advice, *_half_precision(run)]
-
-
-def _pids(oom: OutOfMemory) -> str:
-    pids = ", ".join(str(process.pid) for process in own_and_others(oom)[1])
-    return f" (process {pids})" if pids else ""

@@ -40,7 +40,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
-        return found | {"settings": {n: _plain(v) for n, v in self.settings.items()}}
+        return found | {"settings": {n: plain(v) for n, v in self.settings.items()}}
 
     @property
     def short(self) -> str:
@@ -260,12 +260,12 @@ def short_settings(
 
 
 # Of functions and modules that the user has given: neither JSON nor pickle may take them.
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, Technique):
         found = as_config(value)
-        return found | {"init_args": {n: _plain(v) for n, v in found["init_args"].items()}}
+        return found | {"init_args": {n: plain(v) for n, v in found["init_args"].items()}}
     if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
+        return tuple(map(plain, value))
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 

@@ -298,14 +298,12 @@ class Variants:
             yield [*rest, other]
 
     def _helps(self, with_it: Variant, without: Variant) -> bool:
-        for kinds in self._extremes():
+        for kind in (KEEP, *self.kinds):
+            kinds = [kind] * self.num_blocks
             (new, new_s), (old, old_s) = with_it.estimate(kinds), without.estimate(kinds)
             if new < SMALLER * old or new_s < FASTER * old_s:
                 return True
         return False
-
-    def _extremes(self) -> list[list[str]]:
-        return [[kind] * self.num_blocks for kind in (KEEP, *self.kinds)]
 
     def _options(self) -> list[Candidate]:
         return [

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
-from lightning_memsave.cli import convert
 from lightning_memsave.cli.main import main
 from tests.callbacks.lit import PACKAGES, Trace, make_lit, make_trainer
 from tests.helpers import full_disk
@@ -199,9 +198,3 @@ def test_the_default_output_keeps_the_name():
     save(PACKAGES["lightning"], low_bit(), name="epoch=1-step=6.ckpt")
     assert main(["convert", "epoch=1-step=6.ckpt", "--to", "32bit"]) == 0
     assert Path("epoch=1-step=6-32bit.ckpt").exists()
-
-
-def test_load_checkpoint_puts_everything_on_the_cpu():
-    save(PACKAGES["lightning"])
-    loaded = convert.load_checkpoint(Path("last.ckpt"))
-    assert {t.device.type for t in loaded["state_dict"].values()} == {"cpu"}

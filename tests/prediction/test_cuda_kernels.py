@@ -1,5 +1,6 @@
 import contextlib
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -592,9 +593,9 @@ class TestTrainer:
         plain, _ = self.predicted(roberta, "bf16-mixed")
         again, _ = self.predicted(roberta, "bf16-mixed", activation_checkpointing="all")
         assert again.peak.activation_bytes < plain.peak.activation_bytes
-        attention = [(k.phase, n) for k, n in again.work if k.kind == "attention"]
+        attention = Counter(k.phase for k, n in again.work if k.kind == "attention")
         # Each of two blocks in forward, and again in backward, which has one kernel of its own.
-        assert sorted(attention) == [("backward", 2), ("forward", 2), ("recomputation", 2)]
+        assert attention == {"forward": 2, "recomputation": 2, "backward": 2}
 
 
 class TestScratch:
@@ -701,10 +702,9 @@ def test_prediction_of_a_fit_counts_its_processes(device, more):
             ["cuDNN's workspaces while a convolution runs"],
         ),
         (nn.LSTM(4, 4), torch.ones(5, 2, 4), ["Recurrent layers are assumed to save"]),
-        (nn.GRU(4, 4), torch.ones(5, 2, 4), ["Recurrent layers are assumed to save"]),
         (nn.Linear(4, 4), torch.ones(2, 4), []),
     ],
-    ids=["convolution", "lstm", "gru", "linear"],
+    ids=["convolution", "lstm", "linear"],
 )
 def test_names_what_cudnn_needs_and_nothing_counts(module, inputs, named):
     lines = [line for line in predict_memory(module, inputs).assumptions if "cuDNN's" in line]
@@ -750,9 +750,3 @@ def test_a_gpu_keeps_the_same(dtype, is_mixed):  # pragma: no cover (gpu)
     with fake, KnownValues(fake), cuda_kernels(capability=capability):
         predicted = kept("cpu")
     assert predicted == pytest.approx(kept("cuda"), abs=64)
-
-
-@pytest.mark.parametrize(("capability", "size"), [((8, 0), "16.25 MiB"), ((9, 0), "64.00 MiB")])
-def test_says_what_cublas_keeps(capability, size):
-    lines = constant_assumptions(capability, "")
-    assert sum(line.startswith(f"cuBLAS keeps {size} ") for line in lines) == 1

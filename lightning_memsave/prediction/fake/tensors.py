@@ -257,7 +257,8 @@ def _modules_convertible() -> Iterator[None]:
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         nonlocal num_running
-        if not any(isinstance(t, FakeTensor) for m in self.modules() for t in _own_tensors(m)):
+        tables = (table for m in self.modules() for table in (m._parameters, m._buffers))
+        if not any(isinstance(t, FakeTensor) for table in tables for t in table.values()):
             original(self, fn, recurse)
             return self
         num_running += 1
@@ -279,13 +280,6 @@ def _modules_convertible() -> Iterator[None]:
 
     with replaced(nn.Module, "_apply", _apply):
         yield
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for table in (module._parameters, module._buffers):
-        for tensor in table.values():
-            if tensor is not None:
-                yield tensor
 
 
 def _converted(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -202,7 +202,10 @@ class KnownValues(TorchDispatchMode):
             inputs = [*operands(args), *operands(kwargs.values())]
         is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
         if (answer := _answer_for_finite(func, args)) is not None:
-            return self._fill_known(self._run(func, args, kwargs, is_known=False), answer)
+            result = self._run(func, args, kwargs, is_known=False)
+            with _disable_current_modes():
+                setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
+            return result
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if _is_composite(func):
@@ -232,12 +235,6 @@ class KnownValues(TorchDispatchMode):
                 setattr(fake, _VALUE, value)
             self._shared[tensor] = fake
         return self._shared[tensor]
-
-    @staticmethod
-    def _fill_known(result: Tensor, answer: bool) -> Tensor:
-        with _disable_current_modes():
-            setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
-        return result
 
     def _run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
