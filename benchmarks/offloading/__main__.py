@@ -25,7 +25,7 @@ from benchmarks.presets import _run as presets
 from benchmarks.presets._run import MODELS, Model
 from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.prediction.cuda.gpus import GPUS
 from lightning_memsave.units import MIB
 
@@ -64,7 +64,7 @@ def predict(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     """
     found = predict_memory(model.build, model.batch(), settings=settings)
     seconds = {
-        name: step_time(found.work, Rates.of_gpu(throughput)).seconds
+        name: sum(step_seconds(found.work, Rates.of_gpu(throughput)).values())
         for name in GPU_NAMES
         if (throughput := GPUS[name].throughput) is not None
     }

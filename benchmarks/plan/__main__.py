@@ -29,7 +29,7 @@ from benchmarks._training import LanguageModel, fit
 from benchmarks.launches.__main__ import Model
 from benchmarks.plan import _budgets, _frontier
 from lightning_memsave import MemSaveCallback, predict_memory
-from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
+from lightning_memsave.planning.step_time import Rates, measure_cpu_rates, step_seconds
 
 MAX_ERROR = 0.15
 MIN_RANK = 0.9
@@ -120,7 +120,7 @@ def compare(
         prediction = predict_memory(
             lambda: LanguageModel(model.build()), model.batch, settings=plan, device="cpu"
         )
-        estimate = step_time(prediction.work, rates).seconds
+        estimate = sum(step_seconds(prediction.work, rates).values())
         # The best of all: what else runs here only adds to it.
         found[name] = {"estimated_s": estimate, "measured_s": min(measured[name])}
     plain = dict(found["plain"])
@@ -204,7 +204,7 @@ def _train_under_budgets(is_dry: bool) -> Written:
 
 
 def _compare_times(arguments: argparse.Namespace) -> Written:
-    rates = measure_rates("cpu")
+    rates = measure_cpu_rates()
     chosen = models(32, 1) if arguments.dry_run else models(256, 6)
     num_rounds = 1 if arguments.dry_run else arguments.rounds
     plans = {name: PLANS[name] for name in DRY} if arguments.dry_run else PLANS

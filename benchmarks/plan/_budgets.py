@@ -27,7 +27,7 @@ from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning import search
 from lightning_memsave.planning.block_costs import value_of
 from lightning_memsave.planning.plan import Plan
-from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
+from lightning_memsave.planning.step_time import Rates, measure_cpu_rates, step_seconds
 from lightning_memsave.units import MIB
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
@@ -278,14 +278,18 @@ class Everything:
 
     def _predict(self, changes: dict[str, Any]) -> tuple[int, float, dict[str, Any]]:
         prediction = self._what_if.predict({"precision": "32-true", **changes})
-        return prediction.device_bytes, step_time(prediction.work, self._rates).seconds, changes
+        return (
+            prediction.device_bytes,
+            sum(step_seconds(prediction.work, self._rates).values()),
+            changes,
+        )
 
 
 def run_model(
     model: Small, shares: Sequence[float] = SHARES, less_exact: Sequence[float] = LESS_EXACT
 ) -> dict[str, Any]:
     """Train one model under all budgets, in this process."""
-    rates = measure_rates("cpu")
+    rates = measure_cpu_rates()
     plain = train(model, preset="off", predict=False)
     everything = Everything(model, rates)
     bitwise = everything.bitwise()

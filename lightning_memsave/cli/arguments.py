@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.errors import ConfigurationError, MemsaveError
@@ -135,7 +135,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def show_notes(notes: Sequence[str], page: str | None) -> None:
+def show_notes(notes: Sequence[str], page: str | None = None) -> None:
     from rich.text import Text
 
     from lightning_memsave.report.text import show
@@ -216,6 +216,15 @@ def read_gpus(arguments: argparse.Namespace) -> tuple["Gpu", ...]:
     return tuple(parse_gpu(part) for text in arguments.gpu for part in text.split(","))
 
 
+@dataclass(frozen=True)
+class Case:
+    name: str
+    prediction: "MemoryPrediction"
+    fits: tuple["GpuFit", ...]
+    notes: tuple[str, ...] = ()
+    is_saved: bool = False
+
+
 def predict_on(
     gpus: Sequence["Gpu"],
     name: str,
@@ -241,7 +250,6 @@ def predict_on(
 def write_page_for(
     path: str, predictions: Any, fits: Sequence["GpuFit"], *, title: str, **more: Any
 ) -> None:
-    """Write a page about the first GPU, if there is one."""
     from lightning_memsave.report.page import write_page
 
     size, name = (fits[0].gpu.total_bytes, fits[0].gpu.known_name) if fits else (None, "")
@@ -266,7 +274,6 @@ def _with_settings(step: "TrainingStep", settings: Mapping[str, Any]) -> "Traini
 def read_step(
     name: str, arguments: argparse.Namespace
 ) -> tuple["Target", str | None, "TrainingStep"]:
-    """Load the model called ``name``, what its batch is, and its training step."""
     from lightning_memsave.callbacks.memsave import MemSaveCallback
     from lightning_memsave.prediction.training_step import TrainingStep
     from lightning_memsave.targets.code import find_optimizer, parse_arguments
@@ -334,7 +341,6 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
 def callback_settings(
     found: Mapping[str, Any] | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Combine the settings of a YAML file with those of the command line."""
     from lightning_memsave.api import with_instances
     from lightning_memsave.callbacks.memsave import MemSaveCallback
 

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
+    Case,
     add_model_arguments,
     add_step_arguments,
     notes_of,
@@ -23,7 +23,7 @@ from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_memsave.explain.memory_changes import MemoryComparison
-    from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
+    from lightning_memsave.prediction.result import MemoryPrediction
 
 SUMMARY = "Show why the second model, prediction or run needs more memory than the first."
 EXAMPLES = """\
@@ -81,16 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(fit.fits for fit in cases[1].fits) else DOES_NOT_FIT
 
 
-@dataclass(frozen=True)
-class _Case:
-    name: str
-    prediction: "MemoryPrediction"
-    fits: tuple["GpuFit", ...]
-    notes: tuple[str, ...] = ()
-    is_saved: bool = False
-
-
-def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case] | None:
+def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[Case] | None:
     from lightning_memsave.targets.comparable import read_saved
 
     saved = [read_saved(name) for name in names]
@@ -117,13 +108,13 @@ def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case]
     ]
 
 
-def _predicted(name: str, arguments: argparse.Namespace) -> _Case:
+def _predicted(name: str, arguments: argparse.Namespace) -> Case:
     target, _, step = read_step(name, arguments)
     prediction, fits = predict_on(read_gpus(arguments), target.name, step)
-    return _Case(name, prediction, fits, notes_of(target))
+    return Case(name, prediction, fits, notes_of(target))
 
 
-def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Namespace) -> _Case:
+def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Namespace) -> Case:
     gpus = read_gpus(arguments)
     if gpus and prediction.device != "cuda":
         raise ConfigurationError(
@@ -131,7 +122,7 @@ def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Nam
             "Remove --gpu, or predict with --device cuda."
         )
     fits = tuple(prediction.fits(gpu) for gpu in gpus)
-    return _Case(name, prediction, fits, is_saved=True)
+    return Case(name, prediction, fits, is_saved=True)
 
 
 # `compare_memory` reads more kinds of files from a path, but knows no --arg, --model and --task.
@@ -147,7 +138,7 @@ def _side(name: str, arguments: argparse.Namespace) -> Any:
 
 
 def _print(
-    comparison: "MemoryComparison", cases: list[_Case] | None, arguments: argparse.Namespace
+    comparison: "MemoryComparison", cases: list[Case] | None, arguments: argparse.Namespace
 ) -> None:
     from rich.text import Text
 

@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Convert, write, and print what was done."""
     source: Path = arguments.checkpoint
     output: Path = arguments.output or source.parent / (
         f"{source.stem}-{arguments.to}{source.suffix}"  # `with_stem` refuses "."

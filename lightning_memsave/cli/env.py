@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the environment."""
     environment = read_environment()
     print(json.dumps(environment, indent=2) if arguments.json else _as_text(environment))
 

@@ -16,7 +16,6 @@ from lightning_memsave.cli.arguments import (
     refuse_step_arguments,
     running_code_of,
     show_notes,
-    write_page_for,
 )
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import MIB
@@ -62,9 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not look for settings that would lower the peak",
     )
-    group.add_argument(
-        "--html", metavar="FILE", help="write the result as a web page; needs --batch"
-    )
     group.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -93,10 +89,9 @@ def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
             f"To predict what would help `{arguments.target}`, add --batch with the sizes that ran "
             "out of memory. To explain the message only, remove the model."
         )
-    if arguments.target is None and (arguments.html is not None or arguments.batch is not None):
-        option = "--batch" if arguments.html is None else "--html"
+    if arguments.target is None and arguments.batch is not None:
         raise ConfigurationError(
-            f"{option} needs a model, and --oom alone has none. Add the model, or remove {option}."
+            "--batch needs a model, and --oom alone has none. Add the model, or remove --batch."
         )
     oom = read_out_of_memory(_read(arguments.oom))
     if oom.capacity_bytes and not arguments.gpu and arguments.device == "cuda":
@@ -124,8 +119,6 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
 
     if arguments.batch is None:
         refuse_step_arguments(arguments, "add --batch")
-        if arguments.html is not None:
-            raise ConfigurationError("--html needs a training step: add --batch.")
     cardinalities = _cardinalities(arguments.cardinality)
     target, batch, step = read_step(arguments.target, arguments)
     gpus, notes = read_gpus(arguments), notes_of(target)
@@ -142,19 +135,6 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
         )
     prediction = explanation.prediction
     fits = [] if prediction is None else [prediction.fits(gpu) for gpu in gpus]
-    if arguments.html is not None:
-        said = () if diagnosis is None else (diagnosis.summary, *diagnosis.findings)
-        lines = (*said, f"Batch: {batch}", *(f"It {fit}." for fit in fits), *notes)
-        assert prediction is not None, "--html was refused without --batch"
-        remedies = ((r.name, r.prediction) for r in explanation.remedies or () if r.prediction)
-        write_page_for(
-            arguments.html,
-            [("as given", prediction), *remedies],
-            fits,
-            title=f"{prediction.model}: what uses the memory",
-            notes=lines,
-            tables=explanation.tables(),
-        )
     if arguments.json:
         found = {
             **({} if diagnosis is None else {"out_of_memory": diagnosis.to_dict()}),
@@ -170,7 +150,7 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
             print(diagnosis, end="\n\n")
         show(explanation)
         shown = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in notes]
-        show_notes(shown, arguments.html)
+        show_notes(shown)
     return 0 if all(fit.fits for fit in fits) else DOES_NOT_FIT
 
 

@@ -1,7 +1,6 @@
 """The command `memsave`: run a subcommand, and print errors as one message."""
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -33,11 +32,10 @@ _ANSWERS = {
     "doctor": "0 done; 1 there is a problem; 2 wrong or unusable arguments",
 }
 _INTERRUPTED = 130
-_TAKE_SIZES = ("--batch", "--gpu", "--budget", "--time-limit")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
+    arguments = _parser().parse_args(args)
     try:
         return COMMANDS[arguments.command].run(arguments) or 0
     except StepError as error:
@@ -47,17 +45,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except (MemsaveError, OSError) as error:
         status = 2 if arguments.command in _ANSWERS else 1
         return _failed(arguments, error, status)
-
-
-# argparse would read `-1x8` as an option; joined to its option, it is a wrong size.
-def _joined(args: Sequence[str]) -> list[str]:
-    joined: list[str] = []
-    for arg in args:
-        if joined and joined[-1] in _TAKE_SIZES and re.match(r"-[\d.]", arg):
-            joined[-1] += f"={arg}"
-        else:
-            joined.append(arg)
-    return joined
 
 
 def _failed(arguments: argparse.Namespace, error: Exception, status: int) -> int:

@@ -168,7 +168,7 @@ def _cases(
             else:
                 search = search_of(what_if, exactness, arguments.time_limit)
             searches[kernels] = search
-            margin_bytes = margin_of(budget_bytes, gpu, what_if.step.device)
+            margin_bytes = margin_of(budget_bytes, what_if.step.device)
             case = _Case(gpu, budget_bytes, margin_bytes, unchanged[kernels])
             found.append(_planned(case, search, target.name, arguments))
     return found
@@ -200,24 +200,16 @@ def _yaml(case: _Case, target: "Target", arguments: argparse.Namespace) -> str:
     import yaml  # type: ignore[import-untyped] # it comes without types
 
     from lightning_memsave.callbacks.memsave import MemSaveCallback
-    from lightning_memsave.planning.plan import short_settings
+    from lightning_memsave.planning.plan import plain, short_settings
 
     # Techniques with a `class_path` are written as they were read.
     given = {**(target.settings or {}), **read_settings(arguments.set)}
     shown = short_settings(MemSaveCallback, case.best.settings, case.best.exactness)
     shown |= {n: given[n] for n in shown if isinstance(given.get(n), dict)}
-    plain = {n: _plain(v) for n, v in shown.items()}
-    callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": plain}
+    found = {n: v if isinstance(v, dict) else plain(v) for n, v in shown.items()}
+    callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": found}
     text: str = yaml.safe_dump({"trainer": {"callbacks": [callback]}}, sort_keys=False)
     return text
-
-
-def _plain(value: Any) -> Any:
-    from lightning_memsave.core.technique import Technique, as_config
-
-    if isinstance(value, Technique):
-        return as_config(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _to_dict(
@@ -310,7 +302,7 @@ def _gpu_table(cases: list[_Case]) -> "Table":
 
 
 def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
-    from lightning_memsave.report.page import PageTable, write_page
+    from lightning_memsave.report.page import write_page
     from lightning_memsave.units import format_bytes
 
     gpu, found = case.gpu, case.found
@@ -318,12 +310,10 @@ def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
     if case.best.prediction is not None:
         predictions.insert(0, ("the plan" if found else "the smallest", case.best.prediction))
     is_all = gpu is not None and case.budget_bytes == gpu.total_bytes
-    rows = () if found is None else tuple(_row(found, plan) for plan in found.frontier)
     margin = (
         f"A plan leaves {format_bytes(case.margin_bytes)} of the budget free, as predictions for "
         "CUDA may be off. Times are ratios to the unchanged step, estimated from its kernels."
     )
-    columns = ("on the device", "", "fits", "time", "exactness", "what to type")
     write_page(
         path,
         predictions,
@@ -335,16 +325,6 @@ def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
             *(() if found is None else (margin,)),
             *(() if case.refusal is None else (str(case.refusal),)),
         ),
-        tables=(PageTable("Plans, the fastest first", columns, rows),) if rows else (),
         plan=found,
         unchanged_bytes=case.unchanged.device_bytes,
     )
-
-
-def _row(found: "MemoryPlan", plan: "Plan") -> tuple[str, ...]:
-    from lightning_memsave.units import format_bytes
-
-    source = "predicted" if plan.is_verified else "about"
-    fits = "yes" if found.fits(plan) else "no"
-    time, size = f"{plan.time_ratio:.2f}", format_bytes(plan.device_bytes)
-    return size, source, fits, time, plan.exactness, f"`{plan.how}`"

@@ -5,11 +5,11 @@ import json
 import pickle
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
+    Case,
     add_model_arguments,
     add_step_arguments,
     notes_of,
@@ -25,7 +25,7 @@ from lightning_memsave.core.files import replacing
 from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
+    from lightning_memsave.prediction.result import MemoryPrediction
 
 SUMMARY = "Predict the peak memory of training, without a GPU and without allocating the model."
 EXAMPLES = """\
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     target, batch, step = read_step(arguments.target, arguments)
     gpus, notes = read_gpus(arguments), notes_of(target)
     cases = [
-        _Case(name or "as given", *predict_on(gpus, target.name, step, settings))
+        Case(name or "as given", *predict_on(gpus, target.name, step, settings))
         for name, settings in zip(names, map(_settings_of, names), strict=True)
     ]
     first, *variants = cases
@@ -101,13 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(fit.fits for fit in first.fits) else DOES_NOT_FIT
 
 
-@dataclass(frozen=True)
-class _Case:
-    name: str
-    prediction: "MemoryPrediction"
-    fits: tuple["GpuFit", ...]
-
-
 def _settings_of(variant: str) -> dict[str, Any]:
     try:
         return read_settings(shlex.split(variant))
@@ -118,15 +111,15 @@ def _settings_of(variant: str) -> dict[str, Any]:
         ) from error
 
 
-def _to_dict(first: _Case, variants: list[_Case]) -> dict[str, Any]:
-    def of(case: _Case) -> dict[str, Any]:
+def _to_dict(first: Case, variants: list[Case]) -> dict[str, Any]:
+    def of(case: Case) -> dict[str, Any]:
         return {**case.prediction.to_dict(), "gpus": [fit.to_dict() for fit in case.fits]}
 
     return {**of(first), "variants": [{"name": case.name, **of(case)} for case in variants]}
 
 
 def _show(
-    notes: Sequence[str], first: _Case, variants: list[_Case], arguments: argparse.Namespace
+    notes: Sequence[str], first: Case, variants: list[Case], arguments: argparse.Namespace
 ) -> None:
     from rich.text import Text
 

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.doctor.subject import Subject
 from lightning_memsave.errors import Problem
-
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""In the order in which torch looks for them: it reads the first one that is set."""
+from lightning_memsave.prediction.cuda.allocator import ALLOCATOR_VARIABLES
 
 # Of torch 2.10 to 2.13.
 _KEYS = frozenset(

@@ -27,8 +27,6 @@ _WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class FoundProblem(Problem):
-    """A problem, and the name of the check that found it."""
-
     check: str = ""
 
 

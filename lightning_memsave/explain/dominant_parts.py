@@ -142,7 +142,6 @@ class ParameterGroup:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all of them."""
         return sum(entry.num_elements for entry in self.entries)
 
 
@@ -262,7 +261,6 @@ def _single_group(table: ParameterTable, entry: TensorEntry) -> ParameterGroup:
 
 
 def format_count(number: int) -> str:
-    """Write a number of parameters shortly."""
     for size, letter in ((10**9, "B"), (10**6, "M")):
         if number >= size:
             return f"{number / size:.1f}{letter}"
@@ -292,7 +290,6 @@ def explain_parameters(
     costs: ModelStates | None = None,
     cardinalities: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Say what dominates a model and why."""
     if table.num_parameters == 0:
         return _lazy(table) or [f"{table.model} has no parameters."]
     tables = embedding_tables(table)
@@ -324,7 +321,7 @@ def explain_parameters(
 
 def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
     verb = "they need" if part.is_several else "it needs"
-    own = format_bytes(_cost_of(part.entries, costs))
+    own = format_bytes(costs.of(entry.module for entry in part.entries))
     if not is_first:
         return f"With {costs.optimizer} {verb} {own}."
     remark = f" at the peak; {costs.remark}" if costs.remark else ""
@@ -332,10 +329,6 @@ def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
         f"With {costs.optimizer} {verb} {own} of the {format_bytes(costs.total_bytes)} that "
         f"{costs.summary} take together{remark}."
     )
-
-
-def _cost_of(entries: Iterable[TensorEntry], costs: ModelStates) -> int:
-    return costs.of(entry.module for entry in entries)
 
 
 def _cardinality(

@@ -57,7 +57,6 @@ def _is_layer(table: ParameterTable, name: str) -> bool:
 
 
 def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
-    """List logits-shaped tensors alive at the peak."""
     return [
         tensor
         for tensor in base.largest_tensors
@@ -70,7 +69,6 @@ def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
 
 
 def logits_copies(what_if: WhatIf) -> Finding:
-    """Count logits-shaped tensors alive at the peak."""
     name, base, outputs = "copies of the logits", what_if.base(), find_outputs(what_if.table)
     if outputs is None:
         return finding_of(name, 0, "The model has no layer that computes logits.", base)
@@ -95,7 +93,6 @@ def model_states_of(what_if: WhatIf) -> ModelStates:
 
 
 def cardinality(what_if: WhatIf) -> Finding:
-    """Give the bytes that depend on the size of the vocabulary or the number of labels."""
     name, table = "vocabulary and labels", what_if.table
     outputs, tables = find_outputs(table), embedding_tables(table)
     if outputs is None and not tables:
@@ -153,32 +150,23 @@ def attention_kernel(what_if: WhatIf) -> Finding:
     base, now = what_if.base(), what_if.attention
     if now is None:
         return _of_scores(what_if)
-    other = "sdpa" if now == "eager" else "eager"
-    try:
-        found = what_if.predict(attention=other)
-    except ImpossibleVariantError as error:
-        return unknown_finding(_NAME, f"The model fails with `{other}`: {error}.")
-    saved = base.peak_bytes - found.peak_bytes
-    figures: dict[str, Figure] = {
-        "attention": now,
-        "other": other,
-        "other_peak_bytes": found.peak_bytes,
-    }
+    figures: dict[str, Figure] = {"attention": now}
     if now != "eager":
-        what = f"would need {format_bytes(-saved)} more" if saved < 0 else "would need no more"
-        return finding_of(
-            _NAME, 0, f"It is `{now}` already; `eager` {what}.", base, **figures, saved_bytes=0
-        )
-    if saved <= 0:
-        sentence = f"It is `eager`, and `{other}` would not lower the peak here."
-    else:
+        return finding_of(_NAME, 0, f"It is `{now}` already.", base, **figures)
+    try:
+        found = what_if.predict({"attention": "sdpa"})
+    except ImpossibleVariantError as error:
+        return unknown_finding(_NAME, f"The model fails with `sdpa`: {error}.")
+    saved = max(base.peak_bytes - found.peak_bytes, 0)
+    sentence = "It is `eager`, and `sdpa` would not lower the peak here."
+    if saved:
         sentence = (
-            f"It is `eager`, which keeps the scores of all pairs of tokens: `{other}` would save "
+            "It is `eager`, which keeps the scores of all pairs of tokens: `sdpa` would save "
             f"{format_bytes(saved)} of {format_bytes(base.peak_bytes)} "
-            f"({saved / base.peak_bytes:.0%}). Type "
-            f'`model.set_attn_implementation("{other}")`.'
+            f'({saved / base.peak_bytes:.0%}). Type `model.set_attn_implementation("sdpa")`.'
         )
-    return finding_of(_NAME, max(saved, 0), sentence, base, **figures, saved_bytes=max(saved, 0))
+    figures |= {"other_peak_bytes": found.peak_bytes, "saved_bytes": saved}
+    return finding_of(_NAME, saved, sentence, base, **figures)
 
 
 def _of_scores(what_if: WhatIf) -> Finding:
@@ -202,7 +190,6 @@ def _of_scores(what_if: WhatIf) -> Finding:
 
 
 def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> bool:
-    """Return whether a prediction may lack smaller tensors of the same kind."""
     listed = base.largest_tensors
     if not tensors or len(listed) < NUM_LARGEST:
         return False
@@ -210,7 +197,6 @@ def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> b
 
 
 def previous_gradients(what_if: WhatIf) -> Finding:
-    """Find gradients of the previous step that are alive beside the activations."""
     name, base = "previous gradients", what_if.base()
     in_forward = base.by_phase.get("forward")
     alive = 0

@@ -33,7 +33,6 @@ def finding_of(
     base: MemoryPrediction,
     **figures: Figure,
 ) -> Finding:
-    """Build a finding; its verdict follows from its share of the peak."""
     return Finding(name, verdict_of(num_bytes, base.peak_bytes), num_bytes, sentence, figures)
 
 

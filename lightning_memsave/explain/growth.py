@@ -24,7 +24,6 @@ class _Line:
 
 
 def batch_size(what_if: WhatIf) -> Finding:
-    """Separate the memory of each sample from what any batch needs, from two batch sizes."""
     name, num_samples, base = "batch size", what_if.num_samples, what_if.base()
     if not num_samples:
         return unknown_finding(
@@ -105,7 +104,6 @@ _POSITIONS = re.compile(r"(^|[._])(pos|wpe|position)(_|[a-z]*$|[a-z]*_embed)", r
 
 
 def sequence_length(what_if: WhatIf) -> Finding:
-    """Find how memory grows with the length of the sequence, from two lengths."""
     name, sequence, base = "sequence length", what_if.sequence, what_if.base()
     if sequence is None:
         return _without_axis(what_if)

@@ -1,7 +1,7 @@
 """What is different between two models or two predictions."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -50,14 +50,7 @@ class Change:
         return "grew" if self.difference > 0 else "shrank" if self.difference else "same"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "before": self.before,
-            "after": self.after,
-            "difference": self.difference,
-            "status": self.status,
-            "detail": self.detail,
-        }
+        return {**asdict(self), "difference": self.difference, "status": self.status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +95,10 @@ class MemoryComparison:
         Returns:
             The fields under their names.
         """
-        return {
-            "kind": self.kind,
-            "a": self.a,
-            "b": self.b,
-            "unit": self.unit,
-            "total": self.total.to_dict(),
-            "parameter_bytes": self.parameter_bytes and self.parameter_bytes.to_dict(),
-            "measured": self.measured and self.measured.to_dict(),
-            "modules": [change.to_dict() for change in self.modules],
-            "categories": [change.to_dict() for change in self.categories],
-            "phases": [change.to_dict() for change in self.phases],
-            "settings": [
-                {"name": name, "before": before, "after": after}
-                for name, before, after in self.settings
-            ],
-            "notes": list(self.notes),
-        }
+        names = ("name", "before", "after")
+        settings = [dict(zip(names, change, strict=True)) for change in self.settings]
+        found = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return found | {"unit": self.unit, "settings": settings}
 
     def sentences(self) -> list[str]:
         """Say what changed and which modules did it.
@@ -210,8 +190,13 @@ class MemoryComparison:
         return as_plain_text(*self._tables())
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.to_dict() if isinstance(value, Change) else value
+
+
 def grouped(changes: Sequence[Change]) -> list[Change]:
-    """Put the same change of several blocks into one."""
     found: dict[tuple[str, object], list[Change]] = {}
     for change in changes:
         template = block_template(change.name)

@@ -33,7 +33,6 @@ _NAMES = {
 def sentences_of(
     what_if: WhatIf, cardinalities: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """Say what dominates and why: first the step, if it can be predicted, then the parameters."""
     of_parameters = explain_parameters(what_if.table, model_states_of(what_if), cardinalities)
     if not what_if.can_predict:
         return tuple(of_parameters)

@@ -47,7 +47,6 @@ class AliveTensor:
 
 
 def merge_alike(alive: Iterable[AliveTensor]) -> list[AliveTensor]:
-    """Count storages together that differ in nothing."""
     merged: dict[AliveTensor, AliveTensor] = {}
     for one in alive:
         key = replace(one, num_bytes=0, count=1)
@@ -351,7 +350,6 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def is_of_library(name: object) -> bool:
-    """Say whether a Python module of this name is no part of the user's project."""
     return str(name).partition(".")[0] in _LIBRARIES
 
 

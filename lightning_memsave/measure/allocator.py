@@ -19,7 +19,6 @@ class AllocatorReading:
 
 
 def read_allocator(device: torch.device | int | str | None = None) -> AllocatorReading | None:
-    """Read the allocator of a CUDA device, without synchronizing with it."""
     if not torch.cuda.is_available() or torch.device(device or "cuda").type != "cuda":
         return None
     # Not `memory_stats`, which writes and sorts a hundred names for it.
@@ -43,10 +42,9 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
 
 
 def pinned_bytes() -> int | None:
-    host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)  # torch 2.7 and later
-    if host_memory_stats is None or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return None
-    return int(host_memory_stats().get("allocated_bytes.current", 0))
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -64,5 +62,4 @@ class HostReading:
 
 
 def read_host_memory() -> HostReading:
-    """Read the host memory of this process."""
     return HostReading(int(psutil.Process().memory_info().rss), pinned_bytes())

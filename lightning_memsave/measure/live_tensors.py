@@ -241,7 +241,6 @@ class LiveTensors(TorchDispatchMode):
     def _hand_over(
         self, entry: LiveStorage, old: torch.UntypedStorage, new: torch.UntypedStorage
     ) -> None:
-        """Count a storage as the new one: without the mode, autograd would have used it again."""
         del self._entries[old._cdata]
         self._entries[new._cdata] = entry
         entry.ref = self._watch(new, new._cdata)
@@ -365,7 +364,6 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over modules in the order in which ``Module.to`` moves them."""
     for child in module.children():
         yield from _innermost_first(child)
     yield module

@@ -110,49 +110,11 @@ def read_nvml(
 
 
 def _find_handle(nvml: Any, index: int) -> Any:
-    uuid = _uuid_from_torch(index)
-    if uuid is not None:
-        # torch does not say whether the UUID is that of a GPU or of a slice.
-        with contextlib.suppress(nvml.NVMLError):
-            return _by_uuid(nvml, f"GPU-{uuid}")
-        return _by_uuid(nvml, f"MIG-{uuid}")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return nvml.nvmlDeviceGetHandleByIndex(index)
-    entries = [entry.strip() for entry in visible.split(",")]
-    entry = entries[index] if index < len(entries) else ""
-    if entry.isdecimal():
-        return nvml.nvmlDeviceGetHandleByIndex(int(entry))
-    if entry.startswith("MIG-"):
-        return _by_uuid(nvml, entry)
-    if entry.startswith("GPU-"):
-        return _by_uuid_prefix(nvml, entry)
-    raise LookupError(f"CUDA_VISIBLE_DEVICES={visible!r} does not name it")
-
-
-def _uuid_from_torch(index: int) -> str | None:
-    try:
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    except (RuntimeError, AssertionError):  # no CUDA in this torch, or no such device
-        return None
-    return None if uuid is None else str(uuid)
-
-
-def _by_uuid(nvml: Any, uuid: str) -> Any:
-    # Both libraries accept bytes; the old one does not accept str.
-    return nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-
-
-def _by_uuid_prefix(nvml: Any, prefix: str) -> Any:
-    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    found = [h for h in handles if _text(nvml.nvmlDeviceGetUUID(h)).startswith(prefix)]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} GPUs have a UUID that begins with {prefix!r}")
-    return found[0]
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    uuid = torch.cuda.get_device_properties(index).uuid
+    # It may be that of a slice, which torch does not say. The old library does not accept str.
+    with contextlib.suppress(nvml.NVMLError):
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
 
 
 def _describe(error: Exception) -> str:

@@ -133,8 +133,6 @@ class ModuleParameters:
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """The tree of a model's modules with what each one holds."""
-
     model: str
     entries: tuple[TensorEntry, ...]
     class_names: Mapping[str, str] = field(default_factory=dict)
@@ -172,18 +170,10 @@ class ParameterTable:
         return tuple(replace(row, share=row.num_parameters / total) for row in found.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "num_parameters": self.num_parameters,
-            "num_bytes": self.num_bytes,
-            "buffer_bytes": self.buffer_bytes,
-            "num_lazy": self.num_lazy,
-            "modules": [asdict(row) | {"dtypes": list(row.dtypes)} for row in self.modules],
-            "tensors": [
-                asdict(entry)
-                | {"shape": entry.shape and list(entry.shape), "aliases": list(entry.aliases)}
-                for entry in self.entries
-            ],
+        names = ("model", "num_parameters", "num_bytes", "buffer_bytes", "num_lazy")
+        return {name: getattr(self, name) for name in names} | {
+            "modules": [asdict(row) for row in self.modules],
+            "tensors": [asdict(entry) for entry in self.entries],
         }
 
 

@@ -41,7 +41,6 @@ def tensors_in_batch(batch: object) -> Iterator[Tensor]:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Find the tensors of a nested structure."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -53,7 +53,6 @@ _MUCH = 0.1
 
 
 def kept_bytes(alive: Iterable[AliveTensor]) -> dict[str, int]:
-    """Sum up what attributes keep from step to step."""
     kept: Counter[str] = Counter()
     for one in alive:
         if one.owner:
@@ -87,13 +86,14 @@ class RunFacts:
         return not any(row.name == name and row.status != "unchanged" for row in self.rows)
 
     def status_of(self, name: str) -> str:
-        """Give the status of a setting in the table; empty if it is not there."""
         return next((row.status for row in self.rows if row.name == name), "")
 
 
 def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts) -> tuple[str, ...]:
     allocator = _allocator_advice(oom, allocator_settings)
     less = _less_memory(oom, run)
+    pids = ", ".join(str(process.pid) for process in own_and_others(oom)[1])
+    pids = f" (process {pids})" if pids else ""
     by_cause = {
         "full": [*less, *allocator],
         "too_large": [
@@ -110,8 +110,8 @@ def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts)
         ],
         "fragmentation": [*allocator, *_STEADY_SHAPES, *less],
         "other_process": [
-            f"Look with `nvidia-smi` and end what is not needed{_pids(oom)}: often a notebook, a "
-            "run that crashed, or another rank on the same device.",
+            f"Look with `nvidia-smi` and end what is not needed{pids}: "
+            "often a notebook, a run that crashed, or another rank on the same device.",
             "Choose another device with `CUDA_VISIBLE_DEVICES` or `Trainer(devices=[...])`.",
             *less,
         ],
@@ -285,8 +285,3 @@ def _less_in_evaluation(run: RunFacts) -> list[str]:
             "can be split.",
         )
     return [*advice, *_half_precision(run)]
-
-
-def _pids(oom: OutOfMemory) -> str:
-    pids = ", ".join(str(process.pid) for process in own_and_others(oom)[1])
-    return f" (process {pids})" if pids else ""

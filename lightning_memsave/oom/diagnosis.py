@@ -182,7 +182,6 @@ class Diagnosis:
 def diagnose(
     oom: OutOfMemory, allocator_settings: str = "", run: RunFacts | None = None
 ) -> Diagnosis:
-    """Say why memory ran out, from the figures of the message and what is known of the run."""
     shares = shares_of(oom)
     cause, reason = cause_of(oom, shares)
     run = run or RunFacts()

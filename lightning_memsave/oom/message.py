@@ -66,7 +66,6 @@ def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int
 
 
 def bytes_of(number: str, unit: str) -> int | None:
-    """Read a size as torch writes it."""
     # torch divides by 1024 whatever it calls the unit.
     power = "BKMGTPE".index(unit[0].upper())
     num_bytes = round(float(number) * 1024**power)

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_memsave.core.files import write_file
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.nested import items_of
 from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
 from lightning_memsave.core.versions import versions
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
@@ -33,6 +34,7 @@ from lightning_memsave.measure.nvml import NvmlReading, read_nvml
 from lightning_memsave.oom.advice import RunFacts, kept_bytes, most_kept
 from lightning_memsave.oom.diagnosis import Diagnosis, diagnose
 from lightning_memsave.oom.message import OutOfMemory, read_out_of_memory
+from lightning_memsave.prediction.cuda.allocator import ALLOCATOR_VARIABLES
 from lightning_memsave.trainer.failures import describe
 from lightning_memsave.units import format_bytes
 
@@ -191,7 +193,7 @@ T = TypeVar("T")
 
 _TO_DO = "What to do:"
 _EVALUATION = ("sanity_check", "validate", "test", "predict")
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_ALLOCATOR_VARIABLES = (*ALLOCATOR_VARIABLES, "PYTORCH_HIP_ALLOC_CONF")
 
 
 def out_of_memory_in(error: BaseException, outside: BaseException | None) -> BaseException | None:
@@ -267,19 +269,12 @@ def add_advice(
 
 
 def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
-    """List the tensors of a batch."""
     if isinstance(batch, Tensor):
         dtype = str(batch.dtype).removeprefix("torch.")
         yield BatchTensor(name, tuple(batch.shape), dtype, str(batch.device))
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from describe_batch(value, f"{name}[{key!r}]")
-    elif isinstance(batch, (list, tuple)):
-        for index, value in enumerate(batch):
-            yield from describe_batch(value, f"{name}[{index}]")
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from describe_batch(getattr(batch, field.name, None), f"{name}.{field.name}")
+    is_container = isinstance(batch, Mapping | list | tuple)
+    for key, value in items_of(batch):
+        yield from describe_batch(value, f"{name}[{key!r}]" if is_container else f"{name}.{key}")
 
 
 def _read_error(trainer: Any, error: BaseException, trace: str) -> OutOfMemory:
@@ -315,7 +310,6 @@ def find_alive(
     error: BaseException | None = None,
     phase: str = "",
 ) -> list[AliveTensor]:
-    """Find the tensors that are alive in a fit, with the attributes that keep them."""
     parts = [*trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)]
     owners = {"self": pl_module}
     for part in parts:

@@ -30,7 +30,6 @@ class Run:
     names: tuple[str, ...]
 
     def cut(self, model: nn.Module, num_blocks: int) -> None:
-        """Remove all but the first blocks from a model."""
         for name in self.names[num_blocks:]:
             container, _, key = name.rpartition(".")
             delattr(model.get_submodule(container), key)
@@ -69,8 +68,6 @@ class _Visit(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part of a step outside of blocks, or a pass over blocks."""
-
     number: int
     phase: str
     is_pass: bool
@@ -276,8 +273,6 @@ class _Step:
 
 
 class _BlockOf:
-    """Finds the block that a module is in."""
-
     def __init__(self, names: Collection[str]) -> None:
         self._known: dict[str, str | None] = {name: name for name in names}
 
@@ -312,8 +307,6 @@ _RECORDED = ("nested", "full", "selective", KEEP)
 
 @dataclass(frozen=True)
 class RecordedBlocks:
-    """The blocks of a model about which there is a choice, and those that are recorded of them."""
-
     what_if: WhatIf
     runs: Sequence[Run] = ()
     kinds: tuple[str, ...] = ()

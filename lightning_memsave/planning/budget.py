@@ -9,16 +9,15 @@ import torch
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.constants import TYPICAL_GPU
-from lightning_memsave.planning.step_time import Rates, host_memory_rate, measure_rates
+from lightning_memsave.planning.step_time import Rates, host_memory_rate, measure_cpu_rates
 from lightning_memsave.prediction.cuda.constants import margin_bytes
 from lightning_memsave.prediction.cuda.gpus import GPUS, Gpu
 from lightning_memsave.units import MIB, format_bytes, parse_bytes
 
 
-def margin_of(budget_bytes: int, gpu: Gpu | None, device: str) -> int:
+def margin_of(budget_bytes: int, device: str) -> int:
     """Say how much of a budget a plan leaves free: nothing where predictions are exact."""
-    capability = (gpu and gpu.compute_capability) or (8, 0)
-    return margin_bytes(budget_bytes, capability) if device == "cuda" else 0
+    return margin_bytes(budget_bytes) if device == "cuda" else 0
 
 
 def check_budget(budget: Any) -> None:
@@ -89,4 +88,4 @@ def rates_of(gpu: Gpu | None, device: str, *, is_local: bool = False) -> Rates:
 @functools.cache
 def _rates_of_cpu(num_threads: int) -> Rates:
     """Measure them once for each number of threads: a process may plan several fits."""
-    return measure_rates("cpu")
+    return measure_cpu_rates()

@@ -40,11 +40,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
-        return found | {"settings": {n: _plain(v) for n, v in self.settings.items()}}
+        return found | {"settings": {n: plain(v) for n, v in self.settings.items()}}
 
     @property
     def short(self) -> str:
-        """What is on, such as ``"activation_checkpointing=6, optimizer='8bit'"``."""
         return _listed(self._on) or "nothing on"
 
     @property
@@ -152,16 +151,11 @@ class MemoryPlan(JupyterMixin):
             more = {"fits": self.fits(plan), "step_seconds": self.step_seconds(plan)}
             return plan.to_dict() | more
 
-        return {
-            "budget_bytes": self.budget_bytes,
-            "margin_bytes": self.margin_bytes,
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ladder"}
+        return found | {
             "plan": of(self.plan),
             "runner_up": None if self.runner_up is None else of(self.runner_up),
             "frontier": [of(plan) for plan in self.frontier],
-            "seconds": self.seconds,
-            "num_predictions": self.num_predictions,
-            "unchanged_seconds": self.unchanged_seconds,
-            "notes": self.notes,
         }
 
     def table(self) -> Table:
@@ -266,12 +260,12 @@ def short_settings(
 
 
 # Of functions and modules that the user has given: neither JSON nor pickle may take them.
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, Technique):
         found = as_config(value)
-        return found | {"init_args": {n: _plain(v) for n, v in found["init_args"].items()}}
+        return found | {"init_args": {n: plain(v) for n, v in found["init_args"].items()}}
     if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
+        return tuple(map(plain, value))
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 

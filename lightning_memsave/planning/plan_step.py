@@ -28,7 +28,6 @@ def budget_of(what_if: WhatIf, budget: Any) -> int:
 
 
 def unchanged_step(what_if: WhatIf) -> MemoryPrediction:
-    """Predict a step with nothing on but what is fixed."""
     settings = {n: v for n, v in what_if.step.settings.items() if n != "budget" and v != "auto"}
     settings |= unused_details(settings, [entry.argument for entry in entries()])
     return predict(replace(what_if.step, settings={**settings, **OFF}))

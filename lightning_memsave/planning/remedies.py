@@ -14,7 +14,7 @@ from lightning_memsave.planning.candidates import OFFLOAD, candidates_of
 from lightning_memsave.planning.constants import SHARE_OF_SINGLE_SETTINGS
 from lightning_memsave.planning.plan import Plan, short_settings
 from lightning_memsave.planning.search import search_for
-from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
@@ -61,7 +61,6 @@ def remedies_of(
     limit_s: float = math.inf,
     refused: Collection[str] = (),
 ) -> list[Remedy]:
-    """Predict single settings, in the planner's order, and the plan for a GPU that is too small."""
     written = what_if.step.settings if written is None else written
     start_s, gpu = processor_time_s(), what_if.step.gpu
     base, found = what_if.base(), list[Remedy]()
@@ -72,18 +71,9 @@ def remedies_of(
             with contextlib.suppress(ImpossibleVariantError):
                 after = what_if.predict(one.changes, limit_s=left_s)
                 how = as_code(what_if.step.make_callback, {**written, **one.changes})
-                remedy = Remedy(
-                    one.name,
-                    how,
-                    after.peak_bytes,
-                    after.device_bytes,
-                    base.peak_bytes - after.peak_bytes,
-                    one.exactness.value,
-                    one.cost,
-                    _fits(what_if, after.device_bytes),
-                    _time_ratio(what_if, after),
-                    after,
-                )
+                said = {"exactness": one.exactness.value, "cost": one.cost, "prediction": after}
+                ratio = _time_ratio(what_if, after)
+                remedy = _remedy(what_if, one.name, how, after, time_ratio=ratio, **said)
                 found += [remedy] if remedy.saved_bytes > 0 else []
     if gpu is not None and not _fits(what_if, base.device_bytes):
         left_s = start_s + limit_s - processor_time_s()
@@ -97,14 +87,17 @@ def _fits(what_if: WhatIf, device_bytes: int) -> bool | None:
     gpu = what_if.step.gpu
     if gpu is None:
         return None
-    return device_bytes + margin_of(gpu.total_bytes, gpu, what_if.step.device) <= gpu.total_bytes
+    return device_bytes + margin_of(gpu.total_bytes, what_if.step.device) <= gpu.total_bytes
 
 
 def _time_ratio(what_if: WhatIf, after: MemoryPrediction) -> float | None:
     if what_if.step.gpu is None or what_if.step.gpu.throughput is None:
         return None
     rates = Rates.of_gpu(what_if.step.gpu.throughput)
-    return step_time(after.work, rates).seconds / step_time(what_if.base().work, rates).seconds
+    seconds, base_seconds = (
+        sum(step_seconds(p.work, rates).values()) for p in (after, what_if.base())
+    )
+    return seconds / base_seconds
 
 
 # What is written stays; what a preset would set is planned.
@@ -130,16 +123,18 @@ def _plan(
 
 
 def _as_remedy(what_if: WhatIf, plan: Plan) -> Remedy:
-    fits = _fits(what_if, plan.device_bytes)
-    return Remedy(
-        FASTEST_PLAN if fits else "the smallest plan",
-        plan.how,
-        plan.peak_bytes,
-        plan.device_bytes,
-        what_if.base().peak_bytes - plan.peak_bytes,
-        plan.exactness,
-        "the sum of their costs",
-        fits,
-        None if _time_ratio(what_if, what_if.base()) is None else plan.time_ratio,
-        plan.prediction,
+    name = FASTEST_PLAN if _fits(what_if, plan.device_bytes) else "the smallest plan"
+    ratio = None if _time_ratio(what_if, what_if.base()) is None else plan.time_ratio
+    said = {"exactness": plan.exactness, "cost": "the sum of their costs"}
+    return _remedy(
+        what_if, name, plan.how, plan, time_ratio=ratio, prediction=plan.prediction, **said
     )
+
+
+def _remedy(
+    what_if: WhatIf, name: str, how: str, found: MemoryPrediction | Plan, **said: Any
+) -> Remedy:
+    saved_bytes = what_if.base().peak_bytes - found.peak_bytes
+    fits = _fits(what_if, found.device_bytes)
+    sizes = found.peak_bytes, found.device_bytes, saved_bytes
+    return Remedy(name, how, *sizes, fits=fits, **said)

@@ -80,7 +80,6 @@ class PlanSearch:
         return self._found(best, budget_bytes, room)
 
     def _fastest_of_all(self, room: int) -> Estimate | None:
-        """Find the fastest plan on the device, and then one with the host if that is faster."""
         self._prepare()
         best = self._fastest_that_fits(room)
         if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
@@ -168,10 +167,9 @@ class PlanSearch:
             yield f"On the host with {why}."
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
-        """Share what was predicted with a search for another GPU with the same kernels."""
         device = self._what_if.step.device
         variants = self._variants.on(gpu, rates_of(gpu, device), limit_s)
-        free = functools.partial(margin_of, gpu=gpu, device=device)
+        free = functools.partial(margin_of, device=device)
         return PlanSearch(variants, margin_of=free, given=self._given)
 
     def ladder(self) -> list[Plan]:
@@ -464,7 +462,6 @@ _NEITHER = ("preset", "budget", "report", "predict")
 def search_for(
     what_if: WhatIf, exactness: Exactness, limit_s: float = math.inf, closed: Collection[str] = ()
 ) -> PlanSearch:
-    """Prepare a search with all arguments open that the step's settings leave to it."""
     step = what_if.step
     defaults = step.make_callback().arguments
     fixed = {
@@ -487,5 +484,5 @@ def search_for(
         limit_s,
         details=details,
     )
-    free = functools.partial(margin_of, gpu=what_if.step.gpu, device=what_if.step.device)
+    free = functools.partial(margin_of, device=what_if.step.device)
     return PlanSearch(variants, margin_of=free, given=given)

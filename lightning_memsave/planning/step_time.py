@@ -44,12 +44,8 @@ class Rates:
     host_memory_bytes: float = HOST_MEMORY
 
     @classmethod
-    def of_gpu(cls, throughput: Throughput, *, has_tf32: bool = False) -> Self:
-        best = {
-            "float32": throughput.tf32 if has_tf32 else throughput.float32,
-            "float16": throughput.float16,
-            "bfloat16": throughput.bfloat16,
-        }
+    def of_gpu(cls, throughput: Throughput) -> Self:
+        best = {name: getattr(throughput, name) for name in ("float32", "float16", "bfloat16")}
         return cls(
             {name: PRODUCT * rate for name, rate in best.items()},
             {name: ATTENTION * rate for name, rate in best.items()},
@@ -128,25 +124,15 @@ def lane_of(kernel: Kernel) -> Lane:
     return kernel.phase, kernel.kind if kernel.kind in _LANES else "device"
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    by_phase: Mapping[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return sum(self.by_phase.values())
-
-
-def step_time(work: Work, rates: Rates) -> StepTime:
-    """Estimate the time of a step: module after module, copies beside those that follow."""
+def step_seconds(work: Work, rates: Rates) -> dict[str, float]:
+    """Estimate the time of a step, by phase: module by module, copies beside those that follow."""
     parts: dict[str, dict[str, dict[Lane, float]]] = {name: {} for name in PASSES}
     pass_of = {phase: name for name, phases in PASSES.items() for phase in phases}
     for kernel, count in work:
         modules = parts[pass_of[kernel.phase]]
         part = modules.setdefault(kernel.module, defaultdict(float))
         part[lane_of(kernel)] += count * rates.seconds(kernel)
-    return StepTime(rates.by_phase({name: [*found.values()] for name, found in parts.items()}))
+    return rates.by_phase({name: [*found.values()] for name, found in parts.items()})
 
 
 _REPEATS, _ENOUGH_S = 10, 0.2
@@ -155,16 +141,10 @@ _NUM_TINY = 500
 _NUM_UPDATED = 2**22
 
 
-def measure_rates(device: torch.device | str) -> Rates:
-    device = torch.device(device)
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        products = {
-            name: _product_rate(device, getattr(torch, name))
-            for name in ("float32", "bfloat16", "float16")
-            if device.type == "cuda" or name != "float16"
-        }
-        x = torch.randn(_ROWS, _WIDTH, device=device)
-        norm = nn.LayerNorm(_WIDTH, device=device)
+def measure_cpu_rates() -> Rates:
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng([]):
+        products = {name: _product_rate(getattr(torch, name)) for name in ("float32", "bfloat16")}
+        x, norm = torch.randn(_ROWS, _WIDTH), nn.LayerNorm(_WIDTH)
         # About as often as in a block; dropout is the slowest of them on a CPU.
         mixture: tuple[tuple[Callable[[], Tensor], int], ...] = (
             (lambda: x + x, 3),
@@ -174,23 +154,14 @@ def measure_rates(device: torch.device | str) -> Rates:
             (lambda: x.softmax(-1), 2),
             (lambda: functional.dropout(x, 0.1), 2),
         )
-        seconds = sum(_seconds(function, device) for function, _ in mixture)
-        moved = x.nbytes * sum(num_tensors for _, num_tensors in mixture)
-        is_locked = device.type == "cuda"
-        host = torch.empty(64 * MIB, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
-        copied = _seconds(lambda: host.to(device, copy=True), device)
-    launch_s = _seconds(lambda: _tiny_pass(device), device) / (2 * _NUM_TINY)
-    if device.type == "cuda":  # that pass has no Python code around its operators
-        launch_s = max(launch_s, LAUNCH_S)
-    memory, link = moved / seconds, host.nbytes / copied
+        seconds = sum(_seconds(function) for function, _ in mixture)
+        memory = x.nbytes * sum(num_tensors for _, num_tensors in mixture) / seconds
+        copied = torch.empty(64 * MIB, dtype=torch.uint8)
+        link = copied.nbytes / _seconds(copied.clone)
+    launch_s = _seconds(_tiny_pass) / (2 * _NUM_TINY)
+    host = host_memory_rate()
     return Rates(
-        products,
-        products,
-        memory,
-        link,
-        launch_s,
-        has_lanes=device.type == "cuda",
-        host_memory_bytes=host_memory_rate(),
+        *(products, products, memory, link, launch_s), has_lanes=False, host_memory_bytes=host
     )
 
 
@@ -198,37 +169,29 @@ def host_memory_rate() -> float:
     weight = nn.Parameter(torch.ones(_NUM_UPDATED, device="cpu"))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    return 8 * weight.nbytes / _seconds(optimizer.step, weight.device)
+    return 8 * weight.nbytes / _seconds(optimizer.step)
 
 
-# A step waits for the host, not for the device: forward and backward of many small operators.
-def _tiny_pass(device: torch.device) -> None:
-    x = y = torch.zeros(1, device=device, requires_grad=True)
+# Forward and backward of many small operators.
+def _tiny_pass() -> None:
+    x = y = torch.zeros(1, device="cpu", requires_grad=True)
     for _ in range(_NUM_TINY):
         y = y * x
     y.backward()
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    a = torch.randn(_ROWS, _WIDTH, device=device, dtype=dtype)
-    b = torch.randn(4 * _WIDTH, _WIDTH, device=device, dtype=dtype)
-    return 2 * len(a) * len(b) * _WIDTH / _seconds(lambda: a @ b.t(), device)
+def _product_rate(dtype: torch.dtype) -> float:
+    a, b = (torch.randn(n * _ROWS, _WIDTH, dtype=dtype) for n in (1, 3))
+    return 2 * len(a) * len(b) * _WIDTH / _seconds(lambda: a @ b.t())
 
 
 # The best of some: others are disturbed by what else runs. A CPU without kernels for bfloat16 needs
 # half a second for a product.
-def _seconds(function: Callable[[], object], device: torch.device) -> float:
+def _seconds(function: Callable[[], object]) -> float:
     found: list[float] = []
     # The first allocates, and may compile.
     while len(found) < 3 or (len(found) <= _REPEATS and sum(found[1:]) < _ENOUGH_S):
-        _wait(device)
         start = time.perf_counter()
         function()
-        _wait(device)
         found.append(time.perf_counter() - start)
     return min(found[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":  # pragma: no cover (gpu)
-        torch.cuda.synchronize(device)

@@ -83,7 +83,6 @@ class Variant:
         return seconds >= slowest_s or (fits and least in self.shown)
 
     def host_bytes(self, kinds: Sequence[str]) -> int:
-        """Estimate bytes on the host."""
         return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
 
     def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
@@ -108,7 +107,6 @@ class Estimate:
 
 
 def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
-    """Reckon what trained weights of a whole model need on the host."""
     offload = settings.get(OFFLOAD)
     if getattr(offload, "what", offload) not in ON_HOST[1:]:
         return 0
@@ -125,7 +123,6 @@ def changes_of(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, 
 
 
 def form_of(changes: Mapping[str, Any]) -> str:
-    """Give a key for the form of what is on the host."""
     names = (*BESIDE_OFFLOAD, *FINAL)
     return repr([changes.get(name) for name in names])
 
@@ -150,7 +147,6 @@ def all_exactness(values: Mapping[str, Any]) -> Iterator[Exactness]:
 def frontier_of(
     estimates: Sequence[Estimate], bytes_of: Callable[[Estimate], float]
 ) -> list[Estimate]:
-    """List those of which none is faster and needs less than another, the fastest first."""
     found: list[Estimate] = []
     least = math.inf
     for one in sorted(estimates, key=lambda e: (e.seconds, bytes_of(e), e.variant.rank)):

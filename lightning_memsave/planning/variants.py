@@ -25,7 +25,7 @@ from lightning_memsave.planning.constants import (
     NEAR,
     SMALLER,
 )
-from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.planning.variant import (
     NO_LIMIT,
     ON_HOST,
@@ -180,7 +180,6 @@ class Variants:
         return self._record([])
 
     def all(self) -> list[Variant]:
-        """Record the variants that are worth a choice."""
         chosen = self._helpful()
         found = [self.unchanged(), self._record(chosen)]
         if self._is_full(found[-1]):
@@ -251,7 +250,6 @@ class Variants:
                     yield found
 
     def in_other_parts(self, variant: Variant) -> list[Variant]:
-        """Record a variant with whole batches, and if it is as inexact with any micro-batches."""
         on = self._on_in(variant)
         whole = {n: v for n, v in variant.beside.items() if n != MICRO_BATCH}
         parts = self._micro_batches() if variant.exactness.allows(Exactness.ROUNDING) else []
@@ -270,7 +268,7 @@ class Variants:
             return None
 
     def seconds(self, prediction: MemoryPrediction) -> float:
-        return step_time(prediction.work, self.rates).seconds
+        return sum(step_seconds(prediction.work, self.rates).values())
 
     def _helpful(self) -> list[Candidate]:
         found = self._options()
@@ -300,14 +298,12 @@ class Variants:
             yield [*rest, other]
 
     def _helps(self, with_it: Variant, without: Variant) -> bool:
-        for kinds in self._extremes():
+        for kind in (KEEP, *self.kinds):
+            kinds = [kind] * self.num_blocks
             (new, new_s), (old, old_s) = with_it.estimate(kinds), without.estimate(kinds)
             if new < SMALLER * old or new_s < FASTER * old_s:
                 return True
         return False
-
-    def _extremes(self) -> list[list[str]]:
-        return [[kind] * self.num_blocks for kind in (KEEP, *self.kinds)]
 
     def _options(self) -> list[Candidate]:
         return [

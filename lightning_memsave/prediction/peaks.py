@@ -13,8 +13,6 @@ NUM_LARGEST = 50
 
 
 class Peaks:
-    """The peaks of a recording, over all its batches."""
-
     def __init__(
         self,
         recording: Recording,
@@ -106,7 +104,6 @@ class Peaks:
         )
 
     def trace(self) -> StepTrace:
-        """Return the storages alive before the step with the peak, and each change in it."""
         numbers: dict[int, int] = {}
         at_start = [num_bytes for _, num_bytes in self.blocks]
         storages = [(category, Origin()) for category, _ in self.blocks]

@@ -69,12 +69,7 @@ def summarise(
     extra: Sequence[tuple[str, int]] = (),
     workspaces: Sequence[int] = (),
     has_run: bool = False,
-    settings: Mapping[str, str] | None = None,
-    ineffective: Mapping[str, str] | None = None,
-    assumptions: Sequence[str] = (),
-    guesses: Sequence[str] = (),
-    context_bytes: int = 0,
-    pageable_bytes: int = 0,
+    **said: Any,
 ) -> MemoryPrediction:
     peaks = Peaks(recording, extra, workspaces, has_run=has_run)
     blocks: dict[str, Any] = {}
@@ -111,12 +106,7 @@ def summarise(
         trace=peaks.trace(),
         **blocks,
         workspace_bytes=sum(workspaces),
-        context_bytes=context_bytes,
-        pageable_bytes=pageable_bytes,
-        settings=dict(settings or {}),
-        ineffective=dict(ineffective or {}),
-        assumptions=tuple(assumptions),
-        guesses=tuple(guesses),
+        **said,
     )
 
 
@@ -189,8 +179,11 @@ def _explain_errors(step: TrainingStep, fakes: FakeTensors, deadline_s: float) -
     except TimeoutError as error:
         if step.time_limit_s is None or processor_time_s() < deadline_s:
             raise
-        most_asked = fakes.values.most_asked
-        raise TimeoutError(_out_of_time(step.time_limit_s, most_asked)) from error
+        asked = fakes.values.most_asked
+        why = f"; its most frequent guess is {asked}" if asked else ""
+        raise TimeoutError(
+            f"simulating the step takes more than {step.time_limit_s:g} seconds{why}"
+        ) from error
     except Exception as error:
         if _NOTHING_TO_TRAIN in str(error):
             raise ConfigurationError(
@@ -205,15 +198,8 @@ def _explain_errors(step: TrainingStep, fakes: FakeTensors, deadline_s: float) -
         raise
 
 
-def _out_of_time(limit_s: float, most_asked: str) -> str:
-    why = f"; its most frequent guess is {most_asked}" if most_asked else ""
-    return f"simulating the step takes more than {limit_s:g} seconds{why}"
-
-
 @dataclass
 class _PagedState:
-    """Counts what of the optimizers' state is paged where they are."""
-
     is_paged: bool
     num_bytes: int = 0
 
@@ -249,7 +235,9 @@ class _Predictor:
         callback = step.make_callback(**copy.deepcopy(arguments))
         batch, rest_bytes, share = _first_micro_batches(self.batch, arguments)
         num_accumulated = arguments["accumulate_grad_batches"] or accumulated
-        num_passed = step.arguments["accumulate_grad_batches"] or accumulated
+        # At most two batches are simulated; the user's number is shown.
+        given = step.arguments["accumulate_grad_batches"]
+        num_passed = given or accumulated
         emulation = functools.partial(
             cuda_kernels,
             step.attention,
@@ -285,34 +273,27 @@ class _Predictor:
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in rows if row.status == "on"}
-            | _accumulation_setting(step.arguments),
-            ineffective=step.emulated | _ineffective(rows),
-            assumptions=[
+            | ({"accumulate_grad_batches": str(given)} if given is not None else {}),
+            ineffective=step.emulated
+            | {r.name: f"{r.value}: {'; '.join(r.details)}" for r in rows if r.status == "off"},
+            assumptions=(
                 *assumptions,
                 *_forms(rows),
-                *(self._cuda_assumptions(recording) if on_cuda else (_SCRATCH,)),
+                *(self._cuda_assumptions(recording, fit) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),
-            ],
+            ),
             guesses=self.fakes.guesses,
             pageable_bytes=paged.num_bytes if on_cuda else 0,
-            context_bytes=context_bytes(step.capability)
-            + distributed_bytes(step.capability, fit.num_processes)
+            context_bytes=context_bytes(step.capability) + distributed_bytes(fit.num_processes)
             if on_cuda
             else 0,
         )
 
-    def _cuda_assumptions(self, recording: Recording) -> tuple[str, ...]:
-        step = self.step
-        num_processes = (step.fit or RunningFit()).num_processes
-        constants = constant_assumptions(step.capability, step.workspace_config, num_processes)
+    def _cuda_assumptions(self, recording: Recording, fit: RunningFit) -> tuple[str, ...]:
+        given = self.step.capability, self.step.workspace_config, fit.num_processes
+        constants = constant_assumptions(*given)
         operators = {event.op for event in recording.events}
         return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
-
-
-# The simulation accumulates at most two batches; show the user's number.
-def _accumulation_setting(arguments: Mapping[str, Any]) -> dict[str, str]:
-    num_batches = arguments["accumulate_grad_batches"]
-    return {} if num_batches is None else {"accumulate_grad_batches": str(num_batches)}
 
 
 def _forms(rows: Sequence[Row]) -> list[str]:
@@ -320,16 +301,9 @@ def _forms(rows: Sequence[Row]) -> list[str]:
     return [f"Offloaded {line}." for line in details if line.startswith(SMALLER_FORM)]
 
 
-def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
-    return {
-        row.name: f"{row.value}: {'; '.join(row.details)}" for row in rows if row.status == "off"
-    }
-
-
 def simulated_arguments(
     step: TrainingStep, package: ModuleType
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Choose the arguments with which a step is simulated on the CPU."""
     arguments = {**step.arguments, "report": False, "predict": False}
     assumptions = []
     optimizer = arguments["optimizer"]

@@ -22,8 +22,6 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class ModuleMemory:
-    """Memory of one module at the peak, without its submodules."""
-
     name: str
     class_name: str
     num_parameters: int

@@ -124,8 +124,6 @@ def _make_trainer(callbacks: Sequence[Any], accumulated: int, settings: Simulati
 
 
 class _Repeated:
-    """A loader that yields a fresh copy of one batch each time."""
-
     def __init__(self, batch: Any, num_batches: int) -> None:
         self.batch = batch
         self.num_batches = num_batches
@@ -140,8 +138,6 @@ class _Repeated:
 
 
 class _Observer(CallbackBase):
-    """Records from the first batch on, and stops the fit after the last one."""
-
     def __init__(self, accumulated: int, deadline_s: float | None) -> None:
         super().__init__()
         self.accumulated = accumulated

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.cuda.allocator import rounded_up
 
 # torch's allocator rounds up to this; `requested_size` is the tensor's own size.
 _ALIGNMENT = 512
@@ -72,24 +73,18 @@ class StepTrace:
 
 
 class _Addresses:
-    """Assigns addresses; freed ones are reused for the same size."""
-
     def __init__(self) -> None:
         self.end = 0
         self._free: dict[int, list[int]] = {}
 
     def take(self, size: int) -> int:
-        if free := self._free.get(_rounded(size)):
+        if free := self._free.get(rounded_up(size, _ALIGNMENT)):
             return free.pop()
-        self.end += _rounded(size)
-        return self.end - _rounded(size)
+        self.end += rounded_up(size, _ALIGNMENT)
+        return self.end - rounded_up(size, _ALIGNMENT)
 
     def give_back(self, address: int, size: int) -> None:
-        self._free.setdefault(_rounded(size), []).append(address)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._free.setdefault(rounded_up(size, _ALIGNMENT), []).append(address)
 
 
 # The viewer shows each frame as `filename:line:name`.
@@ -105,7 +100,7 @@ def _blocks(alive: list[dict[str, Any]], end: int) -> Iterator[dict[str, Any]]:
     for event in sorted(alive, key=lambda event: int(event["addr"])):
         if address < event["addr"]:
             yield _block(address, event["addr"] - address)
-        size = _rounded(event["size"])
+        size = rounded_up(event["size"], _ALIGNMENT)
         yield _block(event["addr"], size) | {
             "state": "active_allocated",
             "requested_size": event["size"],

@@ -169,7 +169,6 @@ def as_code(make_callback: Callable[..., Any], settings: Mapping[str, Any]) -> s
 def changed_arguments(
     make_callback: Callable[..., Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Give the arguments of a `MemSaveCallback` that differ from the defaults, the preset first."""
     defaults, arguments = make_callback().arguments, make_callback(**settings).arguments
     shown = [n for n, v in arguments.items() if v != defaults[n]]
     return {name: arguments[name] for name in sorted(shown, key=lambda name: name != "preset")}

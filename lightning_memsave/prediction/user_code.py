@@ -26,7 +26,6 @@ _HOW_CALLED = (
 
 @contextlib.contextmanager
 def explained(what: str, fix: str) -> Iterator[None]:
-    """Convert exceptions of user code into a `ConfigurationError` with a remedy."""
     try:
         yield
     except MemsaveError:

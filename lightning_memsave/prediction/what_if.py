@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_memsave.core.nested import (
@@ -20,6 +21,7 @@ from lightning_memsave.core.nested import (
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.measure.parameters import ParameterTable, parameter_table
 from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
+from lightning_memsave.prediction.fake.tensors import replaced
 from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -50,15 +52,16 @@ def with_samples(batch: Any, num_samples: int) -> Any:
     assert now, "the caller checked `sample_count`"
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.ndim:
-            return tensor
-        return _resized_axis(tensor, 0, num_samples)
+        return _resized_axis(tensor, 0, num_samples) if tensor.ndim else tensor
 
-    return _mapped(batch, _once(change), lambda of_list: _resized(of_list, now, num_samples))
+    def resized(values: list[Any]) -> list[Any]:
+        is_per_sample = len(values) == now
+        return [values[i % now] for i in range(num_samples)] if is_per_sample else values
+
+    return _mapped(batch, _once(change), resized)
 
 
 def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
-    """Find the sequence axis."""
     tensors = list(tensors_in_batch(batch))
     if axis is not None:
         if type(axis) is not int or axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
@@ -74,7 +77,6 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
 
 
 def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
-    """Find the axis whose length is one that the model attends to."""
     tensors = list(tensors_in_batch(batch))
     for length in lengths:
         for tensor in tensors:
@@ -132,12 +134,6 @@ def _mapped(
     return with_attributes(value, held)
 
 
-def _resized(values: list[Any], now: int, num_samples: int) -> list[Any]:
-    if len(values) != now:
-        return values
-    return [values[i % now] for i in range(num_samples)]
-
-
 # Where the tokens are in what each of them takes.
 _TOKEN_AXES = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
 
@@ -149,17 +145,12 @@ class Observed:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        functional: Any = torch.nn.functional
-        originals = {name: getattr(functional, name) for name in _TOKEN_AXES}
-        hook = register_optimizer_step_pre_hook(self._note_optimizer)
-        try:
-            for name, original in originals.items():
-                setattr(functional, name, self._noting(original, _TOKEN_AXES[name]))
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._note_optimizer).remove)
+            for name, axis in _TOKEN_AXES.items():
+                noting = self._noting(getattr(functional, name), axis)
+                stack.enter_context(replaced(functional, name, noting))
             yield
-        finally:
-            hook.remove()
-            for name, original in originals.items():
-                setattr(functional, name, original)
 
     # Not a mode of torch: it would hold what every function takes until that function returns.
     def _noting(self, function: Callable[..., Any], axis: int) -> Callable[..., Any]:
@@ -179,47 +170,8 @@ class Observed:
 
 
 def attention_of(module: nn.Module) -> str | None:
-    found = _models(module)
-    return found[0].config._attn_implementation if found else None
-
-
-def set_attention(module: nn.Module, kind: str) -> None:
-    for model in _models(module):
-        model.set_attn_implementation(kind)
-
-
-@contextlib.contextmanager
-def attention_set(module: nn.Module, kind: str) -> Iterator[None]:
-    """Let them use it until the context is left."""
-    configs: dict[int, Any] = {}
-    for part in module.modules():
-        _add_config(configs, getattr(part, "config", None))
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    try:
-        set_attention(module, kind)
-        yield
-    finally:
-        for config, value in before:
-            config._attn_implementation_internal = value
-
-
-# The outermost ones: they set those inside them, too.
-def _models(module: nn.Module) -> list[Any]:
-    found: list[tuple[str, Any]] = []
-    for name, part in module.named_modules():
-        is_inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
-        is_model = hasattr(part, "set_attn_implementation") and hasattr(part, "config")
-        if is_model and not is_inside:
-            found.append((name, part))
-    return [part for _, part in found]
-
-
-def _add_config(configs: dict[int, Any], config: Any) -> None:
-    if not hasattr(config, "_attn_implementation_internal") or id(config) in configs:
-        return
-    configs[id(config)] = config
-    for name in getattr(config, "sub_configs", {}):
-        _add_config(configs, getattr(config, name, None))
+    parts: list[Any] = [m for m in module.modules() if hasattr(m, "set_attn_implementation")]
+    return parts[0].config._attn_implementation if parts else None
 
 
 class ImpossibleVariantError(MemsaveError):
@@ -267,15 +219,13 @@ class WhatIf:
 
     @property
     def num_predictions(self) -> int:
-        """How many there are so far."""
         return len(self._known)
 
     def base(self) -> MemoryPrediction:
-        """Predict the unchanged step."""
-        key = self._key({}, None, None, None)
+        key = self._key({}, None, None)
         if not isinstance(self._known.get(key), MemoryPrediction):
             with self.observed.looking():
-                self._known[key] = self._predict({}, self.step.batch, None)
+                self._known[key] = self._predict({}, self.step.batch)
         found = self._known[key]
         assert isinstance(found, MemoryPrediction), "it was made above"
         return found
@@ -286,12 +236,11 @@ class WhatIf:
         *,
         num_samples: int | None = None,
         length: int | None = None,
-        attention: str | None = None,
         limit_s: float = math.inf,
     ) -> MemoryPrediction:
         changes = changes or {}
         num_samples = None if num_samples == self.num_samples else num_samples
-        key = self._key(changes, num_samples, length, attention)
+        key = self._key(changes, num_samples, length)
         if key not in self._known:
             try:
                 batch = self.step.batch
@@ -299,7 +248,7 @@ class WhatIf:
                     batch = with_samples(batch, num_samples)
                 if length is not None and self.sequence is not None:
                     batch = with_length(batch, self.sequence, length)
-                self._known[key] = self._predict(changes, batch, attention, limit_s)
+                self._known[key] = self._predict(changes, batch, limit_s)
             # A model may raise anything on inputs that it was not made for.
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [""])[0]
@@ -317,36 +266,17 @@ class WhatIf:
         return repr((sorted(changes.items()), *others))
 
     def _predict(
-        self,
-        changes: Mapping[str, Any],
-        batch: Any,
-        attention: str | None,
-        limit_s: float = math.inf,
+        self, changes: Mapping[str, Any], batch: Any, limit_s: float = math.inf
     ) -> MemoryPrediction:
         step = replace(self.step.with_settings(changes), batch=batch)
         if limit_s <= 0:
             raise TimeoutError("no time is left for another prediction")
         if limit_s < (step.time_limit_s or math.inf):
             step = replace(step, time_limit_s=limit_s)
-        with contextlib.ExitStack() as stack:
-            if attention is not None and isinstance(step.model, nn.Module):
-                stack.enter_context(attention_set(step.model, attention))
-            elif attention is not None and step.model is not None:
-                step = replace(step, model=_maker_with(step.model, attention))
-            return predict(step)
-
-
-def _maker_with(make: Callable[[], nn.Module], attention: str) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
-        module = make()
-        set_attention(module, attention)
-        return module
-
-    return made
+        return predict(step)
 
 
 def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None) -> WhatIf:
-    """Prepare predictions of variants of a step; ``source`` is for `parameter_table`."""
     return WhatIf(
         step,
         parameter_table(source),

@@ -207,7 +207,6 @@ def _traits_of(func: Any) -> _Traits:
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:
-    """Find torch's formula for the FLOP of an operator, also of one that works in place."""
     namespace, _, name = func._schema.name.partition("::")
     operators = getattr(torch.ops, namespace)
     for known in (name, name.removesuffix("_"), name.replace("_for_cpu", "")):

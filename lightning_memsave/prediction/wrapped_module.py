@@ -77,7 +77,6 @@ def _checked_loss(found: Any) -> Any:
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the user's modules by their names there, without the wrapper."""
     yield from inner_of(module).named_modules()
 
 

@@ -17,7 +17,6 @@ from lightning_memsave.planning.remedies import Remedy, best_that_fits, remedies
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
 from lightning_memsave.prediction.what_if import WhatIf
-from lightning_memsave.report.page import PageTable
 from lightning_memsave.report.tree import parameter_tree
 from lightning_memsave.units import format_bytes
 
@@ -119,29 +118,9 @@ class MemoryExplanation:
             )
         return table
 
-    def tables(self) -> tuple[PageTable, ...]:
-        """Return sentences, factors and remedies as tables, for `write_page`.
-
-        Returns:
-            The same tables as ``print`` shows, with the line to type beside each remedy.
-        """
-        sizes = tuple(factor.num_bytes for factor in self._sorted_factors())
-        found = [
-            PageTable("What needs most memory", ("",), tuple((text,) for text in self.sentences)),
-            PageTable(_FACTORS, _FACTOR_COLUMNS, tuple(self._answers()), sizes),
-        ]
-        if self.remedies:
-            columns = (*_REMEDY_COLUMNS, "what to type")
-            rows = ((*_cells(n, r), f"`{r.how}`") for n, r in enumerate(self.remedies, 1))
-            found.append(PageTable(_REMEDIES, columns, tuple(rows)))
-        return tuple(found)
-
-    def _sorted_factors(self) -> list[Finding]:
-        return sorted(self.factors, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0)))
-
     def _answers(self) -> Iterator[tuple[str, str, str, str]]:
         mark = {"matters": "!", "unknown": "?", "does not matter": ""}
-        for factor in self._sorted_factors():
+        for factor in sorted(self.factors, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0))):
             size = "-" if factor.num_bytes is None else format_bytes(factor.num_bytes)
             yield mark[factor.verdict], factor.name, size, factor.sentence
 

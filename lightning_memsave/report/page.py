@@ -5,7 +5,7 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -36,14 +36,6 @@ CATEGORIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    sizes: tuple[int | None, ...] = ()
-
-
 def write_page(
     path: str | Path,
     predictions: Sequence[tuple[str, MemoryPrediction]],
@@ -52,7 +44,6 @@ def write_page(
     device_capacity_bytes: int | None = None,
     device_name: str = "",
     notes: Sequence[str] = (),
-    tables: Sequence[PageTable] = (),
     plan: MemoryPlan | None = None,
     unchanged_bytes: int = 0,
 ) -> Path:
@@ -69,7 +60,6 @@ def write_page(
         device_capacity_bytes: Memory of the device, to show whether the step fits.
         device_name: Name of the device, such as ``"RTX-3060-12GB"``; by default its size.
         notes: Lines of text for the section of notes.
-        tables: Tables below the headline, such as those of `MemoryExplanation.tables`.
         plan: Plans to draw as memory against time.
         unchanged_bytes: Beside them, what the unchanged step needs.
 
@@ -98,7 +88,6 @@ def write_page(
         device_capacity_bytes=device_capacity_bytes,
         device_name=device_name,
         notes=notes,
-        tables=tables,
         plan=plan,
         unchanged_bytes=unchanged_bytes,
     )
@@ -126,11 +115,9 @@ def make_page(
     device_capacity_bytes: int | None = None,
     device_name: str = "",
     notes: Sequence[str] = (),
-    tables: Sequence[PageTable] = (),
     plan: MemoryPlan | None = None,
     unchanged_bytes: int = 0,
 ) -> bytes:
-    """Return the HTML that `write_page` writes, in UTF-8."""
     if not predictions:
         raise ConfigurationError(
             "`predictions` is empty: there is nothing to show. Pass for example "
@@ -147,7 +134,6 @@ def make_page(
         "device_capacity_bytes": device_capacity_bytes,
         "device_name": device_name,
         "notes": list(notes),
-        "tables": [asdict(table) for table in tables],
         "frontier": None if plan is None else _frontier(plan, unchanged_bytes),
         "categories": list(CATEGORIES.items()),
         "predictions": [{"name": name, **_plain(found)} for name, found in predictions],

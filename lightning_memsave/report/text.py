@@ -8,7 +8,6 @@ from rich.text import Text
 
 from lightning_memsave.core.names import block_template
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.result import (
     GpuFit,
     MemoryPrediction,
@@ -28,28 +27,22 @@ def rich_prediction(
     max_depth: int | None = 2,
     max_tensors: int = 10,
 ) -> Group:
-    if max_tensors < 0:
-        raise ConfigurationError(
-            f"`max_tensors={max_tensors}` is not valid: it must be at least 0. Use 0 for no table."
-        )
     parts: list[list[RenderableType]] = [headline(prediction)]
     if prediction.reserved_bytes is not None:
         parts.append([needed_memory(prediction)])
     if fits:
-        parts.append([gpu_table(fits), *_fit_notes(fits)])
+        notes = [Text(f"{fit.gpu.name}: {fit.note}.") for fit in fits if fit.note]
+        parts.append([gpu_table(fits), *notes])
     parts.append([categories(prediction)])
     if prediction.modules:
         parts.append([module_tree(prediction.modules, max_depth=max_depth)])
     if prediction.largest_tensors and max_tensors:
         parts.append([_tensors(prediction.largest_tensors, max_tensors)])
-    remarks = [Text(f"assumed: {line}") for line in prediction.assumptions]
-    remarks += [Text(f"guessed: {line}") for line in prediction.guesses]
-    parts.append(list(remarks))
+    parts.append([Text(f"assumed: {line}") for line in prediction.assumptions])
+    parts[-1] += [Text(f"guessed: {line}") for line in prediction.guesses]
     shown: list[RenderableType] = []
-    for part in parts:
-        if part and shown:
-            shown.append(Text(""))
-        shown += part
+    for part in filter(None, parts):
+        shown += [Text(""), *part] if shown else part
     return Group(*shown)
 
 
@@ -90,12 +83,7 @@ def variants_table(cases: Sequence[tuple[str, MemoryPrediction, Sequence[GpuFit]
     return table
 
 
-def _fit_notes(fits: Sequence[GpuFit]) -> list[Text]:
-    return [Text(f"{fit.gpu.name}: {fit.note}.") for fit in fits if fit.note]
-
-
 def group_tensors(tensors: Sequence[TensorMemory]) -> list[tuple[str, list[TensorMemory]]]:
-    """Group equal tensors of repeated blocks, by module name with ``*`` for block numbers."""
     groups: dict[tuple[object, ...], list[TensorMemory]] = {}
     for tensor in tensors:
         size = (tensor.num_bytes, tensor.shape, tensor.dtype)

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import figure_table
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.parameters import ModuleParameters, ParameterTable, ancestors
 from lightning_memsave.prediction.result import ModuleMemory
 from lightning_memsave.units import format_bytes
@@ -27,8 +26,6 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class _Node:
-    """Modules that share a line: a single one, or equal blocks."""
-
     label: str
     rows: list[Any]
     size: int
@@ -46,9 +43,7 @@ class ModuleLine:
     memory: MemoryBreakdown
 
 
-def module_lines(
-    modules: Sequence[ModuleMemory], *, max_depth: int | None = 2, min_share: float = 0.01
-) -> list[ModuleLine]:
+def module_lines(modules: Sequence[ModuleMemory], *, max_depth: int | None = 2) -> list[ModuleLine]:
     """Arrange the modules as a tree, submodules included, largest first.
 
     Equal neighbours in a list share a line.
@@ -68,15 +63,12 @@ def module_lines(
             sum(row.num_parameters for row in node.rows),
             sum((row.memory for row in node.rows), MemoryBreakdown()),
         )
-        for depth, node in _visible_lines(root, max_depth, min_share)
+        for depth, node in _visible_lines(root, max_depth, 0.01)
     ]
 
 
-def module_tree(
-    modules: Sequence[ModuleMemory], *, max_depth: int | None = 2, min_share: float = 0.01
-) -> Table:
-    """Make a table of the lines of `module_lines`."""
-    lines = module_lines(modules, max_depth=max_depth, min_share=min_share)
+def module_tree(modules: Sequence[ModuleMemory], *, max_depth: int | None = 2) -> Table:
+    lines = module_lines(modules, max_depth=max_depth)
     found = lines[0].memory.by_category()
     columns = [(name, parts) for name, parts in _COLUMNS if any(found[part] for part in parts)]
     numbers = ("total", *(name for name, _ in columns))
@@ -164,17 +156,6 @@ def _range(names: Sequence[str]) -> str:
 def _visible_lines(
     root: _Node, max_depth: int | None, min_share: float
 ) -> Iterator[tuple[int, _Node]]:
-    if max_depth is not None and max_depth < 0:
-        raise ConfigurationError(
-            f"`max_depth={max_depth}` is not a valid depth: it must be at least 0. Use `None` to "
-            "see all."
-        )
-    if not 0 <= min_share <= 1:
-        raise ConfigurationError(
-            f"`min_share={min_share}` is not a valid share: it must be from 0 to 1. Use 0.01 for "
-            "1 %."
-        )
-
     def lines(node: _Node, depth: int) -> Iterator[tuple[int, _Node]]:
         yield depth, node
         if max_depth is not None and depth >= max_depth:

@@ -17,7 +17,6 @@ _PLACES = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read names, shapes and hyper-parameters of a checkpoint without loading its weights."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path), {}
     # Under this mode no tensor data is read or allocated.
@@ -52,7 +51,6 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def load_without_code(
     path: Path, *, if_code: str, if_unreadable: str, map_location: str | None = None
 ) -> Any:
-    """Load a file of torch without running code in it."""
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     # Other files raise exceptions of any class.

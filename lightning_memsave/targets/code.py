@@ -61,10 +61,6 @@ def find_factory(text: str) -> Factory:
 def call_for_batch(text: str) -> Any:
     function = _find_object(text)
     fix = "Name a function without arguments that returns a batch."
-    if not callable(function):
-        raise ConfigurationError(
-            f"`{text}` is a `{type(function).__name__}`, which cannot be called. {fix}"
-        )
     with explained(f"`{text}`", fix), importable(_folder_of(text.rpartition(":")[0])):
         return function()
 
@@ -94,7 +90,6 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments from a shell."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -182,7 +177,6 @@ def _attribute(module: ModuleType, where: str, name: str) -> Any:
 
 
 def files_like(path: Path) -> str:
-    """Suggest existing files with a similar name, as `did_you_mean` does."""
     folder = path.parent
     names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
     prefix = "" if folder == Path() else f"{folder}{os.sep}"
@@ -217,8 +211,18 @@ def find_optimizer(name: str | None, pairs: Sequence[str] = ()) -> Callable[...,
                 f"--optimizer-arg {pairs[0]} needs the name of an optimizer. Add --optimizer."
             )
         return None
-    arguments = parse_arguments(pairs)
-    factory = functools.partial(_find(name), **arguments)
+    if "bit" in name and ":" not in name:
+        raise ConfigurationError(
+            f"`{name}` is no optimizer of torch. For low-bit optimizers write --set "
+            f"optimizer={name}."
+        )
+    where, _, attribute = name.rpartition(":" if ":" in name else ".")
+    found = _find_object(f"{where or 'torch.optim'}:{attribute}")
+    if not callable(found):
+        raise ConfigurationError(
+            f"`{name}` cannot be called. Write for example torch.optim.AdamW, or module:function."
+        )
+    factory = functools.partial(found, **parse_arguments(pairs))
     with explained(f"Making the optimizer `{name}`", "Check its arguments: --optimizer-arg."):
         made = factory([torch.nn.Parameter(torch.zeros(1))])
     if not isinstance(made, torch.optim.Optimizer):
@@ -227,23 +231,3 @@ def find_optimizer(name: str | None, pairs: Sequence[str] = ()) -> Callable[...,
             "such as torch.optim.AdamW, or a function of the parameters that returns an optimizer."
         )
     return factory
-
-
-def _find(name: str) -> Callable[..., Any]:
-    where, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if where.endswith(".py"):
-        return find_factory(name)
-    where = where or "torch.optim"
-    with importable(), explained(f"Importing `{where}`", _fix(name)):
-        module = importlib.import_module(where)
-    found: Any = getattr(module, attribute, None)
-    if not callable(found):
-        raise ConfigurationError(f"`{where}` has no optimizer `{attribute}`. {_fix(name)}")
-    result: Callable[..., Any] = found
-    return result
-
-
-def _fix(name: str) -> str:
-    if "bit" in name:
-        return f"For low-bit optimizers write --set optimizer={name}."
-    return "Write for example torch.optim.AdamW, or module:function."

@@ -23,7 +23,6 @@ class SavedPrediction:
 
 
 def read_saved(path: str | os.PathLike[str]) -> SavedPrediction | None:
-    """Read a file of JSON; ``None`` if it is about something else."""
     text, file = os.fspath(path), Path(path)
     if file.suffix != ".json" or not file.is_file():
         return None
@@ -49,16 +48,13 @@ def as_saved(found: Any, name: str) -> SavedPrediction | None:
                 "compared. Run it again with `MemSaveCallback(predict=True)`, or predict the "
                 "model: `memsave predict MODEL --batch SIZES --json`."
             )
-        return SavedPrediction(_prediction(predicted, name), _measured(found))
+        measured = _section(found, "measured")
+        # On CUDA a run measures blocks of the allocator.
+        peak_bytes = measured.get("allocated_bytes") or measured.get("peak_bytes")
+        return SavedPrediction(_prediction(predicted, name), peak_bytes)
     if {"by_phase", "modules"} <= keys:
         return SavedPrediction(_prediction(found, name))
     return None
-
-
-# On CUDA a run measures blocks of the allocator.
-def _measured(report: Mapping[str, Any]) -> int | None:
-    measured = _section(report, "measured")
-    return measured.get("allocated_bytes") or measured.get("peak_bytes")
 
 
 def _section(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:

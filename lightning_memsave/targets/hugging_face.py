@@ -1,7 +1,6 @@
 """Construct Hugging Face models from a config, without weights."""
 
 import copy
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,10 +84,8 @@ def _class_of_config(source: str, config: Any) -> Any:
 
 def _class_of_task(config: Any, task: str) -> Any:
     if task not in TASK_NAMES:
-        near = difflib.get_close_matches(task, TASKS, n=2) or TASKS
-        raise ConfigurationError(
-            f"`task={task!r}` is not a known task. Use {' or '.join(f'`{name}`' for name in near)}."
-        )
+        fix = did_you_mean(task, TASKS) or f"Use {' or '.join(f'`{name}`' for name in TASKS)}."
+        raise ConfigurationError(f"`task={task!r}` is not a known task. {fix.strip()}")
     classes = _classes(config, task)
     if not classes:
         options = [other for other in TASKS if _classes(config, other)]
@@ -143,6 +140,5 @@ def _check_names(source: str, config: Any, arguments: Mapping[str, Any]) -> None
     for name in arguments:
         if name in _NEVER_ABSENT or hasattr(config, name):
             continue
-        near = difflib.get_close_matches(name, config.to_dict(), n=3)
-        options = f"Use {' or '.join(f'`{other}`' for other in near)}." if near else "Remove it."
-        raise ConfigurationError(f"`{source}` has no `{name}` to change. {options}")
+        fix = did_you_mean(name, config.to_dict()).strip() or "Remove it."
+        raise ConfigurationError(f"`{source}` has no `{name}` to change. {fix}")

@@ -64,8 +64,6 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """A batch as dtypes and shapes."""
-
     structure: Any  # a `TensorSpec`, a tuple of them, or a dict
 
     def build(self) -> Any:
@@ -117,7 +115,6 @@ def parse_batch(text: str) -> BatchSpec:
 
 
 def checked(spec: TensorSpec) -> TensorSpec:
-    """Check that a tensor can be built, and return its spec."""
     if any(size < 1 for size in spec.shape):
         raise ConfigurationError(
             f"`{spec}` has a size below 1. Use whole numbers of at least 1 for all sizes."
@@ -335,7 +332,6 @@ class Target:
 
 
 def read_batch(text: str, target: Target | None = None) -> tuple[Any, str]:
-    """Make the batch that a user described, for a prediction, and say what it is."""
     where, separator, _ = text.strip().rpartition(":")
     if separator and (where.endswith(".py") or where.replace(".", "").isidentifier()):
         return call_for_batch(text.strip()), text.strip()
@@ -344,7 +340,6 @@ def read_batch(text: str, target: Target | None = None) -> tuple[Any, str]:
 
 
 def make_batch_spec(sizes: str, target: Target | None = None) -> BatchSpec:
-    """Make a batch spec from sizes, or from a description of each tensor."""
     numbers = parse_sizes(sizes)
     if numbers is None:
         return parse_batch(sizes)

@@ -75,8 +75,6 @@ class TestConvert:
         ("source", "said"),
         [
             ("", "Save a full one: `FSDPStrategy(state_dict_type='full')`"),
-            (".", "Save a full one: `FSDPStrategy(state_dict_type='full')`"),
-            ("folder", "Save a full one: `FSDPStrategy(state_dict_type='full')`"),
             ("nowhere.ckpt", WRITTEN),
             ("empty.ckpt", WRITTEN),
             ("cut.ckpt", WRITTEN),
@@ -84,9 +82,8 @@ class TestConvert:
             ("weights.pt", WRITTEN),
         ],
     )
-    @pytest.mark.parametrize("to", ["8bit", "32bit"])
-    def test_files(self, source, said, to, capsys):
-        assert said in message_of(capsys, "convert", source, "--to", to, status=1)
+    def test_files(self, source, said, capsys):
+        assert said in message_of(capsys, "convert", source, "--to", "32bit", status=1)
 
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -110,35 +107,25 @@ class TestConvert:
         [
             (lambda: saved(optimizer_states=None), "Load it without conversion"),
             (lambda: saved(optimizer_states=3), EARLIER),
-            (lambda: saved(optimizer_states="x"), EARLIER),
             (lambda: saved(optimizer_states={"a": 1}), EARLIER),
             (of_states(3), EARLIER),
-            (of_states(None), EARLIER),
             (of_states({}), EARLIER),
-            (of_states({"state": {}}), EARLIER),
             (of_states({"state": [1], "param_groups": []}), EARLIER),
-            (of_states({"state": {}, "param_groups": 3}), EARLIER),
             (of_states({"state": {}, "param_groups": [3]}), EARLIER),
             (of_states({"state": {}, "param_groups": [{}]}), EARLIER),
             (of_states({"state": {}, "param_groups": [{"params": 3}]}), EARLIER),
             (of_states({"state": {0: 3}, "param_groups": [{"params": [0]}]}), EARLIER),
             (lambda: saved(state_dict=3), EARLIER),
-            (lambda: saved(state_dict=None), EARLIER),
-            (lambda: saved(state_dict=[1]), EARLIER),
             (lambda: with_group(params=[[0]]), EARLIER),
             (lambda: with_group(lr="fast"), EARLIER),
             (lambda: with_group(betas=3), EARLIER),
             (lambda: with_group(param_names=[]), EARLIER),
-            (lambda: with_group(param_names=3), EARLIER),
             (lambda: with_group(params=[1]), AS_IT_IS),
             (lambda: with_state(exp_avg="x"), EARLIER),
-            (lambda: with_state(exp_avg=3), EARLIER),
             (lambda: with_state(step="x"), EARLIER),
             (lambda: with_state(step=torch.ones(3)), EARLIER),
             (lambda: with_state(bogus="x"), AS_IT_IS),
             (lambda: with_state(**{SEED: -1}), EARLIER),
-            (lambda: with_state(**{SEED: "x"}), EARLIER),
-            (lambda: with_state(**{COMPENSATION: "x"}), EARLIER),
             (lambda: with_state(**{COMPENSATION: torch.ones(3)}), EARLIER),
         ],
     )
@@ -150,17 +137,12 @@ class TestConvert:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("step", "x"),
             ("step", ...),
             ("state1", "x"),
             ("state1", torch.zeros(3, dtype=torch.uint8)),
-            ("state1", torch.zeros(512, 512, dtype=torch.int64)),
             ("state2", None),
-            ("state2", "x"),
-            ("absmax1", "x"),
             ("absmax1", ...),
             ("absmax1", torch.ones(1)),
-            ("qmap1", None),
             ("qmap1", torch.ones(3)),
             (NESTED, "x"),
             (SEED, "x"),

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,27 +25,12 @@ PRINTED = "Write it as `python train.py fit --print_config` does"
 BITS = 'Choose one of "8bit"'
 
 YAML = {
-    "empty.yaml": "",
-    "list.yaml": "[1, 2]",
-    "no_model.yaml": "trainer: {}",
-    "number.yaml": "model: 3",
-    "no_class.yaml": "model: {class_path: net.Nope}",
-    "no_module.yaml": "model: {class_path: nowhere.Lit}",
-    "argument.yaml": "model: {class_path: net.Lit, init_args: {widht: 3}}",
     "value.yaml": "model: {class_path: net.Lit, init_args: {width: wide}}",
-    "arguments.yaml": "model: {class_path: net.Lit, init_args: [1]}",
-    "trainer.yaml": "model: {class_path: net.Lit}\ntrainer: [1]",
     "misspelt.yaml": "model: {class_path: net.Lit}\ntrainer: {precison: 16}",
-    "precision.yaml": "model: {class_path: net.Lit}\ntrainer: {precision: 9}",
-    "accumulation.yaml": "model: {class_path: net.Lit}\ntrainer: {accumulate_grad_batches: 0}",
     "callback.yaml": "model: {class_path: net.Lit}\ntrainer: {callbacks: [3]}",
-    "settings.yaml": "model: {class_path: net.Lit}\ntrainer: {callbacks: "
-    "[{class_path: lightning_memsave.MemSaveCallback, init_args: [1]}]}",
     "memsave.yaml": "model: {class_path: net.Lit}\nmemsave: all",
-    "memsave_value.yaml": "model: {class_path: net.Lit}\nmemsave: {optimizer: 9bit}",
     "memsave_name.yaml": "model: {class_path: net.Lit}\nmemsave: {optimiser: 8bit}",
     "optimizer.yaml": "model: {class_path: net.Lit}\noptimizer: torch.optim.Nope",
-    "optimizer_3.yaml": "model: {class_path: net.Lit}\noptimizer: 3",
 }
 
 
@@ -60,18 +44,8 @@ def project(tmp_path):
     for name, text in YAML.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "notes.txt").write_text("hello")
-    (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "cut.json").write_text('{"by_phase": 3, "modules": 3}')
     (tmp_path / "report.json").write_text('{"changes": 3, "settings": 3}')
-    (tmp_path / "syntax.py").write_text("def f(:\n")
-    (tmp_path / "raises.py").write_text("1 / 0\n")
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "empty.ckpt").write_bytes(b"")
-    torch.save({"a": torch.ones(200, 200)}, tmp_path / "weights.pt")
-    whole = (tmp_path / "weights.pt").read_bytes()
-    (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
     yield tmp_path
     for name in [n for n in sys.modules if n == "net" or n.startswith("_memsave_target_")]:
         del sys.modules[name]
@@ -81,60 +55,18 @@ class TestPredict:
     @pytest.mark.parametrize(
         ("target", "said"),
         [
-            ("", FORMS),
-            ("folder", FORMS),
-            ("notes.txt", FORMS),
-            ("net.py:", "Did you mean `net.py`?"),
-            ("net.Lit", "Did you mean `net:Lit`?"),
-            ("net.py", "Name the class of the model: `net.py:Class`"),
             ("net.py:BATCH", "Write `net.py:Net` or"),
-            ("net.py:torch", "Name a class or a function that returns an `nn.Module`"),
-            ("syntax.py:f", "write `package.module:Class` instead of its path"),
-            ("raises.py:f", "write `package.module:Class` instead of its path"),
-            ("exits.py:f", "write `package.module:Class` instead of its path"),
-            ("list.json", "or name the code: `module:Class`"),
-            ("empty.ckpt", "a file written by `torch.save(model.state_dict(), path)`"),
-            ("cut.ckpt", "a file written by `torch.save(model.state_dict(), path)`"),
-            ("weights.pt", "Name the class too: `--model module:Class`"),
             ("bytes.yaml", PRINTED),
-            ("empty.yaml", PRINTED),
-            ("list.yaml", PRINTED),
-            ("no_model.yaml", "Add `model: {class_path: module.Class}`"),
-            ("number.yaml", "Add `model: {class_path: module.Class}`"),
-            ("no_class.yaml", "`python train.py fit --config ...` fails likewise"),
-            ("no_module.yaml", "`python train.py fit --config ...` fails likewise"),
-            ("argument.yaml", "Option 'widht' is not accepted"),
             ("value.yaml", 'Parser key "width"'),
-            ("arguments.yaml", PRINTED),
-            ("trainer.yaml", PRINTED),
             ("misspelt.yaml", "Did you mean `precision`?"),
-            ("precision.yaml", "one of 32-true"),
-            ("accumulation.yaml", "`accumulate_grad_batches=4`"),
             ("callback.yaml", PRINTED),
-            ("settings.yaml", PRINTED),
             ("memsave.yaml", PRINTED),
-            ("memsave_value.yaml", BITS),
             ("memsave_name.yaml", "Did you mean `optimizer`"),
             ("optimizer.yaml", "Check its class and arguments"),
-            ("optimizer_3.yaml", PRINTED),
         ],
     )
     def test_models(self, target, said, capsys):
         assert said in message_of(capsys, "predict", target, "--batch", BATCH)
-
-    @pytest.mark.parametrize(
-        ("batch", "said"),
-        [
-            ("", 'Write "8x512"'),
-            ("{", 'Write "8x512"'),
-            ("x=float32[8", 'Write "8x512"'),
-            ("float32[1e3,64]", 'Write "8x512"'),
-            ("x=float33[8,64]", "Use for example `float32`"),
-            ("float32[8,64],int64[8]<0", "Use a bound of at least 1"),
-        ],
-    )
-    def test_batches(self, batch, said, capsys):
-        assert said in message_of(capsys, "predict", "net.py:Lit", "--batch", batch)
 
     @pytest.mark.parametrize(
         ("option", "value", "said"),
@@ -147,12 +79,11 @@ class TestPredict:
             ("--model", "net:Lit", "Remove it"),
             ("--precision", "bf17", "one of 32-true"),
             ("--html", "nowhere/page.html", "nowhere"),
-            ("--html", "folder", "folder"),
             ("--snapshot", "nowhere/snapshot.pickle", "Name a file in a folder that exists"),
             ("--variant", "optimizr=8bit", "Did you mean `optimizer`"),
             ("--variant", "optimizer", "Write `name=value`"),
             ("--variant", "", "Remove one"),
-            ("--optimizer", "", "Write for example torch.optim.AdamW"),
+            ("--optimizer", "", "Write `module:Class`"),
             ("--optimizer-arg", "lr=1", "Add --optimizer"),
             ("--set", "optimizer=9bit", BITS),
             ("--set", "optimizer={", "with quotes around a string with special characters"),
@@ -180,83 +111,17 @@ class TestPredict:
         arguments = ("predict", "net.py:Net", "--batch", BATCH, "--optimizer", *optimizer)
         assert said in message_of(capsys, *arguments)
 
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
-            (
-                ["cut.ckpt", "--model", "net:Lit"],
-                "written by `torch.save(model.state_dict(), path)`",
-            ),
-            (["weights.pt", "--model", "nowhere:Lit"], "nowhere"),
-            (["weights.pt", "--model", "net"], "Write `module:Class`"),
-            (["gpt2", "--task", "translation"], "masked_lm"),
-            (["gpt2", "--model", "net:Lit"], "Remove it"),
-            (["gpt2", "--arg", "n_heads=2"], "n_head"),
-        ],
-        ids=join,
-    )
-    def test_checkpoints_and_configs(self, arguments, said, capsys):
-        assert said in message_of(capsys, "predict", *arguments, "--batch", "2x8")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["notes.txt"], FORMS),
-        (["confg.yaml"], "Did you mean `config.yaml`?"),
-        (["--oom", "folder"], "or `--oom -` and paste it"),
-        (["--oom", ""], "or `--oom -` and paste it"),
-        (["--oom", "empty.ckpt"], 'Pass the message, such as "CUDA out of memory'),
-        (["gpt2", "--cardinality", "=3"], "Write for example --cardinality merchant=867599"),
-        (["gpt2", "--cardinality", "a=-1"], "Write for example --cardinality merchant=867599"),
-        (["gpt2", "--memsave"], "add --batch"),
-        (["gpt2", "--attention", "flash"], "add --batch"),
-        (["gpt2", "--optimizer-arg", "lr=1"], "Add --optimizer"),
-    ],
-    ids=join,
-)
-def test_explain(arguments, said, capsys):
-    assert said in message_of(capsys, "explain", *arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["gpt2", "folder"], FORMS),
-        (["", "weights.pt"], FORMS),
-        (["weights.pt", "cut.ckpt"], "a file written by `torch.save(model.state_dict(), path)`"),
-        (["cut.json", "cut.json"], "Write it again with `memsave predict --json`"),
-        (["report.json", "report.json"], "Run it again with `MemSaveCallback(predict=True)`"),
-        (["weights.pt", "weights.pt", "--batch", "2x8"], "`--model module:Class`"),
-        (["weights.pt", "weights.pt", "--task", "x"], "Remove it"),
-        (["weights.pt", "weights.pt", "--html", "x.html"], "Add --batch"),
-        (["weights.pt", "weights.pt", "--precision", "16"], "compare two models with --batch"),
-    ],
-    ids=join,
-)
-def test_compare(arguments, said, capsys):
-    assert said in message_of(capsys, "compare", *arguments)
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "required: COMMAND"),
-        (["--verison"], "required: COMMAND"),
         (["envv"], "choose from"),
-        (["env", "x"], "unrecognized arguments: x"),
-        (["env", "--json=3"], "--json"),
         (["predict"], "required: MODEL, --batch"),
-        (["predict", "gpt2"], "required: --batch"),
-        (["predict", "gpt2", "--gpus", "T4"], "--batch"),
-        (["predict", "gpt2", "--batch", "2x8", "--device", "tpu"], "choose from"),
         (["predict", "gpt2", "--batch", "2x8", "--time-limit", "soon"], "a number of seconds"),
-        (["predict", "gpt2", "--batch", "2x8", "--depth", "x"], "a whole number of at least 0"),
-        (["explain", "gpt2", "--attention", "fast"], "choose from"),
-        (["compare", "gpt2"], "required: B"),
-        (["convert", "last.ckpt"], "required: --to"),
+        (["plan", "gpt2", "--batch", "2x8", "--time-limit", "0"], "a number of seconds above 0"),
+        (["predict", "gpt2", "--batch", "2x8", "--depth=-1"], "a whole number of at least 0"),
         (["convert", "last.ckpt", "--to", "4bit"], "choose from"),
-        (["convert", "--to", "8bit"], "required: CKPT"),
     ],
     ids=join,
 )
@@ -296,9 +161,7 @@ NAMED = "Write for example `settings={"
     ("arguments", "said"),
     [
         *(({"loss": wrong}, LOSS) for wrong in ("mse", nn.MSELoss, take_one)),
-        ({"loss": lambda output, batch: None}, LOSS),
-        ({"loss": lambda output, batch: 3.0}, LOSS),
-        ({"loss": lambda output, batch: output}, LOSS),
+        *(({"loss": lambda o, b, w=w: o if w else w}, LOSS) for w in (None, True)),
         ({"optimizer": "adamw"}, "`optimizer=torch.optim.AdamW`"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(ROWS)])}, "`optimizer=torch.optim.SGD`"),
         ({"optimizer": lambda parameters: None}, "`optimizer=torch.optim.AdamW`"),
@@ -306,7 +169,6 @@ NAMED = "Write for example `settings={"
         ({"module": give_3}, "Return the module"),
         ({"module": fail}, "or pass the module itself"),
         ({"module": nn.Linear}, "or pass the module itself"),
-        ({"module": make().requires_grad_(False)}, "Set `requires_grad=True` for some of them"),
         ({"module": nn.ReLU()}, "Set `requires_grad=True` for some of them"),
         ({"batch": None}, "`next(iter(train_dataloader))`"),
         ({"batch": lambda: None}, "`next(iter(train_dataloader))`"),
@@ -349,24 +211,15 @@ def test_predict_memory(arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        *(({"model": wrong}, FUNCTION) for wrong in (None, {"a": ROWS}, [make()])),
-        ({"model": fail}, ITSELF),
-        ({"model": give_3}, "Return the module only"),
-        *(({"model": wrong}, FORMS) for wrong in ("nowhere", ".")),
-        ({"model": Path("confg.yaml")}, "Did you mean `config.yaml`?"),
+        ({"model": {"a": ROWS}}, FUNCTION),
         ({"batch": "8x4"}, '"x=float32[8,10],y=int64[8]"'),
         ({"factors": ["batch"]}, "Use 'batch size'"),
         *(({"factors": w}, "Write for example `factors=[") for w in ("batch size", 3, True)),
-        *(
-            ({"cardinalities": wrong}, "`cardinalities={'country': 195}`")
-            for wrong in ("x=3", [3], 7)
-        ),
+        ({"cardinalities": "x=3"}, "`cardinalities={'country': 195}`"),
         *(({"cardinalities": {"a": w}}, "such as `{'country': 195}`") for w in ("many", -1, 1.5)),
         *(({"sequence_axis": wrong}, "(samples, tokens, features) it is 1") for wrong in (7, -9)),
         *(({"sequence_axis": wrong}, "it must be from 1 to 1") for wrong in ("time", 1.0, True)),
-        ({"settings": {"optimiser": "8bit"}}, "Did you mean `optimizer`"),
         ({"device": "tpu", "batch": None}, '`device="cuda", gpu="T4"`'),
-        ({"gpu": 5, "batch": None}, 'Use `gpu="T4"`'),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
@@ -380,14 +233,9 @@ def test_explain_memory(arguments, said):
 @pytest.mark.parametrize(
     ("side", "said"),
     [
-        *((wrong, "Pass a module, a function that returns one") for wrong in (3, None, [1], True)),
-        (fail, ITSELF),
-        (give_3, "Return the module only"),
+        (3, "A int cannot be compared. Pass a module, a function that returns one"),
         (nn.Linear, ITSELF),
-        ("", FORMS),
-        (".", FORMS),
         ("nowhere.json", FORMS),
-        ("list.json", "or name the code: `module:Class`"),
         ("cut.json", "Write it again with `memsave predict --json`"),
         ("report.json", "Run it again with `MemSaveCallback(predict=True)`"),
         ({"a": "b"}, "a shape such as `(10, 4)`"),

@@ -3,6 +3,7 @@ import importlib.metadata
 import json
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -65,31 +66,15 @@ def test_two_packages_with_the_same_module(monkeypatch, capsys):
     assert "both install `pynvml.py`: run `pip uninstall nvidia-ml-py3`" in capsys.readouterr().out
 
 
-class FakeNvml(ModuleType):
-    """The driver of a machine with a GPU; the 2017 package gives bytes."""
-
-    def __init__(self, version: str | bytes) -> None:
-        super().__init__("pynvml")
-        self.version, self.num_open = version, 0
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.num_open += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.num_open -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> str | bytes:  # noqa: N802
-        return self.version
-
-
 @pytest.mark.parametrize("version", ["570.86.10", b"570.86.10"])
 def test_driver(version, monkeypatch, capsys):
-    nvml = FakeNvml(version)
+    nvml = mock.Mock()
+    nvml.nvmlSystemGetDriverVersion.return_value = version
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     main(["env"])
     assert "NVIDIA driver      570.86.10" in capsys.readouterr().out
-    assert nvml.num_open == 0
+    assert nvml.nvmlInit.call_count == nvml.nvmlShutdown.call_count == 1
 
 
 def test_without_nvml_the_reason_is_said(monkeypatch, capsys):

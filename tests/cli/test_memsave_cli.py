@@ -13,7 +13,6 @@ from lightning_memsave import (
     ConfigurationError,
     MemSaveCallback,
     MemSaveCLIMixin,
-    MicroBatching,
 )
 from lightning_memsave.cli import lightning_pytorch, pytorch_lightning
 from lightning_memsave.cli.main import main
@@ -82,23 +81,6 @@ def test_every_argument_of_the_callback_is_a_flag(name, capsys):
     expected = {f"--memsave.{argument}" for argument in MemSaveCallback().arguments}
     assert expected | {"--memsave.enabled"} <= flags
     assert "(type: Literal['bitwise', 'rounding'," in " ".join(out.split())
-
-
-@packages
-def test_functions_are_given_by_their_import_path(name, capsys):
-    flags = (
-        "--memsave.micro_batch_size=lightning_memsave.MicroBatching",
-        "--memsave.micro_batch_size.micro_batch_size=2",
-        "--memsave.micro_batch_size.split_batch=torch.split",
-    )
-    expected = MicroBatching(2, split_batch=torch.split)
-    assert callback_of(run_cli(name, *flags)).arguments["micro_batch_size"] == expected
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="0"):
-        run_cli(name, *flags, "--print_config")
-    Path("printed.yaml").write_text(capsys.readouterr().out)
-    arguments = callback_of(run_cli(name, "--config=printed.yaml")).arguments
-    assert arguments["micro_batch_size"] == expected
 
 
 @packages
@@ -204,7 +186,6 @@ class TestPrecision:
         ("exactness=exact", "Expected a typing.Literal['bitwise', 'rounding', 'approximate']"),
         ("nonsense=1", "`nonsense` is not an argument of `MemSaveCallback`. Use `enabled`, `"),
         ("keep_32bit=[a]", "Write it as `optimizer=LowBitOptimizer("),
-        ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
     ],
 )
 def test_wrong_settings_exit_with_2_and_a_message(name, flag, message, capsys):

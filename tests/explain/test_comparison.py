@@ -1,10 +1,8 @@
 import dataclasses
-import io
 import json
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from lightning_memsave.core.memory import MemoryBreakdown
@@ -262,12 +260,6 @@ class TestPredictions:
         words = " ".join(str(found).split())
         assert all(word in words for word in found.modules[0].detail.split())
         assert all(len(line) <= 110 for line in str(found).splitlines())
-
-    def test_renders(self):
-        text = io.StringIO()
-        Console(file=text, width=100).print(compare_predictions(prediction(), prediction(batch=8)))
-        assert "activation" in text.getvalue()
-        assert "+700 B" in text.getvalue()
 
 
 def test_blocks_that_are_new_stand_with_those_that_grew():

@@ -278,12 +278,10 @@ def test_eager_attention_is_compared_with_sdpa():
     assert 'model.set_attn_implementation("sdpa")' in found.sentence
 
 
-def test_sdpa_says_what_it_saves_already_and_leaves_the_model_as_it_is():
+def test_sdpa_is_left_as_it_is():
     model = bert("sdpa")
     found = ask("attention kernel", model, ids(2, 256))
-    eager = predict_memory(bert, ids(2, 256)).peak_bytes
-    assert found.figures["other_peak_bytes"] == eager
-    assert found.verdict == "does not matter"
+    assert (found.verdict, found.sentence) == ("does not matter", "It is `sdpa` already.")
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -370,11 +368,6 @@ def test_a_change_that_the_model_refuses_makes_a_factor_unknown():
     found = ask("batch size", Eight(), torch.ones(4, 8), device="cpu")
     assert found.verdict == "unknown"
     assert "fails with a batch of 2" in found.sentence
-
-
-def test_refuses_an_unknown_factor():
-    with pytest.raises(ConfigurationError, match="'batch size'"):
-        explain_factors(make_what_if(nn.Linear(2, 2)), ["batch"])
 
 
 def test_changed_batches_keep_their_form():

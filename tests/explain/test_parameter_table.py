@@ -1,4 +1,3 @@
-import copy
 import functools
 import json
 
@@ -22,11 +21,6 @@ from tests.tabular_bert import (
     LARGE_CARDINALITIES,
     LARGE_PARAMETERS,
     LARGE_VOCABULARY,
-    SMALL_PARAMETERS,
-    SMALL_VOCABULARY,
-    Rows,
-    TabularBert,
-    Vocabulary,
     meta_tabular_bert,
 )
 
@@ -166,11 +160,6 @@ class TestTree:
         with shown.capture() as captured:
             shown.print(parameter_tree(parameter_table({"[red]a.weight": (3,)})))
         assert "[red]a" in captured.get()
-
-    @pytest.mark.parametrize("wrong", [{"max_depth": -1}, {"min_share": 1.5}, {"min_share": -1}])
-    def test_refuses_wrong_limits(self, wrong):
-        with pytest.raises(ConfigurationError, match="Use"):
-            parameter_tree(parameter_table(nn.Linear(1, 1)), **wrong)
 
     def test_nothing_to_show(self):
         assert "0 parameters" in plain_tree(parameter_table(nn.ReLU()))
@@ -329,24 +318,3 @@ class TestSentences:
     def test_refuses_a_wrong_cardinality(self, wrong, large):
         with pytest.raises(ConfigurationError, match=r"such as `\{'country': 195\}`"):
             explain_parameters(parameter_table(large), None, {"a": wrong})
-
-
-class TestTabularBert:
-    @pytest.mark.parametrize(
-        ("vocabulary", "expected"),
-        [(SMALL_VOCABULARY, SMALL_PARAMETERS), (LARGE_VOCABULARY, LARGE_PARAMETERS)],
-    )
-    def test_has_the_published_number_of_parameters(self, vocabulary, expected):
-        assert parameter_table(meta_tabular_bert(vocabulary)).num_parameters == expected
-
-    def test_trains(self):
-        vocabulary = Vocabulary({"a": 20, "b": 5})
-        model = TabularBert(32, num_columns=2, num_layers=1, vocabulary=vocabulary)
-        ids = torch.stack(
-            [torch.tensor(list(vocabulary.ids_of(c)))[torch.arange(8) % 5] for c in ("a", "b")], -1
-        ).unflatten(0, (2, 4))
-        before = copy.deepcopy(model.cls.decoder.weight.detach())
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(Rows(("a", "b"), ids, ids)).backward()
-        optimizer.step()
-        assert not torch.equal(before, model.bert.embeddings.word_embeddings.weight)

@@ -130,10 +130,6 @@ def test_allocator_figures(monkeypatch):
     # This allocator does not count out-of-memory errors, as cudaMallocAsync's does not.
     assert read_allocator(0) == AllocatorReading(1, 2, 3, 4, 5, 0, 7)
     assert read_allocator("cuda:1") == read_allocator()
-    monkeypatch.delattr(torch.cuda, "host_memory_stats")  # torch 2.6
-    reading = read_allocator()
-    assert reading is not None
-    assert reading.host_pinned_bytes is None
 
 
 def test_peak_where_there_is_cuda(monkeypatch):

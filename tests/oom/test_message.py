@@ -27,91 +27,54 @@ def figures(text):
 
 
 CUDA = {"device": "cuda", "device_index": 0}
+UNITS = {"B": 1, "MiB": MIB, "GiB": GIB}
+
+
+def on_cuda(text, **others):
+    """Read a line of figures; what is reserved has what is allocated in it."""
+    found = {}
+    for part in text.split(", "):
+        name, number, unit = part.split()
+        found[f"{name}_bytes"] = round(float(number) * UNITS[unit])
+    if "reserved_bytes" in found:
+        found["unallocated_bytes"] = found.pop("reserved_bytes") - found["allocated_bytes"]
+    return CUDA | found | others
+
+
+_TORCH_1_8 = "requested 20 MiB, capacity 31.75 GiB, free 3.75 MiB, allocated 30.29 GiB"
 EXPECTED = {
-    "TORCH_1_2": CUDA
-    | {
-        "requested_bytes": gib(3.86),
-        "capacity_bytes": gib(10.92),
-        "free_bytes": gib(1.52),
-        "allocated_bytes": gib(5.17),
-        "unallocated_bytes": gib(3.72),
-    },
-    "TORCH_1_8": CUDA
-    | {
-        "device_index": 4,
-        "requested_bytes": 20 * MIB,
-        "capacity_bytes": gib(31.75),
-        "free_bytes": mib(3.75),
-        "allocated_bytes": gib(30.29),
-        "unallocated_bytes": gib(30.40) - gib(30.29),
-    },
-    "TORCH_1_12_LIMITED": CUDA
-    | {
-        "requested_bytes": gib(5.59),
-        "capacity_bytes": gib(11.17),
-        "free_bytes": gib(10.91),
-        "allowed_bytes": gib(5.58),
-        "allocated_bytes": 0,
-        "unallocated_bytes": 0,
-    },
-    "TORCH_2_1": CUDA
-    | {
-        "requested_bytes": 20 * MIB,
-        "capacity_bytes": 8 * GIB,
-        "free_bytes": 0,
-        "allocated_bytes": gib(14.51),
-        "unallocated_bytes": mib(15.90),
-    },
-    "FULL": CUDA
-    | {
-        "requested_bytes": 170 * MIB,
-        "capacity_bytes": gib(31.37),
-        "free_bytes": mib(30.19),
-        "process_bytes": gib(31.33),
-        "allocated_bytes": gib(30.81),
-        "unallocated_bytes": mib(33.90),
-    },
-    "LIMITED": CUDA
-    | {
-        "requested_bytes": 996 * MIB,
-        "capacity_bytes": gib(44.43),
-        "free_bytes": gib(9.06),
-        "process_bytes": gib(17.81),
-        "allowed_bytes": gib(17.69),
-        "allocated_bytes": gib(17.44),
-        "unallocated_bytes": mib(59.88),
-    },
-    "WSL": CUDA
-    | {
-        "requested_bytes": gib(1.74),
-        "capacity_bytes": gib(23.99),
-        "free_bytes": gib(5.05),
-        "allocated_bytes": gib(17.60),
-        "unallocated_bytes": mib(34.80),
-    },
-    "GRAPHS": CUDA
-    | {
-        "requested_bytes": 40 * MIB,
-        "capacity_bytes": gib(23.50),
-        "free_bytes": mib(31.19),
-        "allocated_bytes": gib(21.18),
-        "unallocated_bytes": mib(856.57),
-    },
-    "MALLOC_ASYNC": CUDA
-    | {
-        "requested_bytes": gib(10.12),
-        "capacity_bytes": 24 * GIB,
-        "free_bytes": 0,
-        "allocated_bytes": gib(4.86),
-    },
-    "ROCM": CUDA
-    | {
-        "requested_bytes": 978 * MIB,
-        "capacity_bytes": gib(15.98),
-        "free_bytes": 630 * MIB,
-        "allocated_bytes": 0,
-        "unallocated_bytes": 0,
-    },
+    "TORCH_1_2": on_cuda(
+        "requested 3.86 GiB, capacity 10.92 GiB, free 1.52 GiB, allocated 5.17 GiB, "
+        "unallocated 3.72 GiB"
+    ),
+    "TORCH_1_8": on_cuda(f"{_TORCH_1_8}, reserved 30.40 GiB", device_index=4),
+    "TORCH_1_12_LIMITED": on_cuda(
+        "requested 5.59 GiB, capacity 11.17 GiB, free 10.91 GiB, allowed 5.58 GiB, allocated 0 B, "
+        "unallocated 0 B"
+    ),
+    "TORCH_2_1": on_cuda(
+        "requested 20 MiB, capacity 8 GiB, free 0 B, allocated 14.51 GiB, unallocated 15.90 MiB"
+    ),
+    "FULL": on_cuda(
+        "requested 170 MiB, capacity 31.37 GiB, free 30.19 MiB, process 31.33 GiB, "
+        "allocated 30.81 GiB, unallocated 33.90 MiB"
+    ),
+    "LIMITED": on_cuda(
+        "requested 996 MiB, capacity 44.43 GiB, free 9.06 GiB, process 17.81 GiB, "
+        "allowed 17.69 GiB, allocated 17.44 GiB, unallocated 59.88 MiB"
+    ),
+    "WSL": on_cuda(
+        "requested 1.74 GiB, capacity 23.99 GiB, free 5.05 GiB, allocated 17.60 GiB, "
+        "unallocated 34.80 MiB"
+    ),
+    "GRAPHS": on_cuda(
+        "requested 40 MiB, capacity 23.50 GiB, free 31.19 MiB, allocated 21.18 GiB, "
+        "unallocated 856.57 MiB"
+    ),
+    "MALLOC_ASYNC": on_cuda("requested 10.12 GiB, capacity 24 GiB, free 0 B, allocated 4.86 GiB"),
+    "ROCM": on_cuda(
+        "requested 978 MiB, capacity 15.98 GiB, free 630 MiB, allocated 0 B, unallocated 0 B"
+    ),
     "CPU": {"device": "cpu", "requested_bytes": 2_359_296},
     "CPU_WINDOWS": {"device": "cpu", "requested_bytes": 911_360},
     "CUBLAS": {"device": "cuda", "library": "CUBLAS"},

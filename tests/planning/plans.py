@@ -14,7 +14,7 @@ from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.planning.block_costs import value_of
 from lightning_memsave.planning.search import PlanSearch
-from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS
 from lightning_memsave.prediction.what_if import WhatIf
@@ -165,7 +165,11 @@ def all_plans(name: str, device: str = "cpu") -> Iterator[tuple[int, float, Mapp
             # As a search asks, so that both predict a plan once.
             unused = {} if changes["activation_checkpointing"] else {"blocks": None}
             prediction = what_if.predict(changes | unused)
-            yield prediction.device_bytes, step_time(prediction.work, RATES).seconds, changes
+            yield (
+                prediction.device_bytes,
+                sum(step_seconds(prediction.work, RATES).values()),
+                changes,
+            )
 
 
 # Kinds in their order, any number of blocks of each.

@@ -1,11 +1,11 @@
 import contextlib
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -14,11 +14,10 @@ from torch.torch_version import TorchVersion
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.api import predict_memory
-from lightning_memsave.errors import ConfigurationError, MissingDependencyError
+from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda import autocast as _cuda_autocast
 from lightning_memsave.prediction.cuda.constants import (
@@ -532,55 +531,10 @@ class TestNothingIsLeftBehind:
             raise RuntimeError("on purpose")
         assert state_of_torch() == before
 
-    def test_after_contexts_in_each_other(self):
-        before = state_of_torch()
-        with fake_cuda("math"):
-            outer = state_of_torch()
-            with cuda_kernels():
-                assert TestAttention().run() == "flash"
-            assert state_of_torch() == outer
-            assert TestAttention().run() == "math"
-        assert state_of_torch() == before
-
     def test_real_tensors_take_their_own_paths_meanwhile(self):
         losses = real_losses()
         with cuda_kernels():
             assert torch.equal(real_losses(), losses)
-
-
-class Peaks(Callback):
-    """Peak bytes of each training step."""
-
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.live = LiveTensors(pl_module, trainer.optimizers)
-        self.live.__enter__()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.live.__exit__(None, None, None)
-        self.found.append(self.live.peak)
-
-
-class Twice(IterableDataset[Any]):  # no length: Lightning would put it into a tensor
-    def __init__(self, batch):
-        self.batch = batch
-
-    def __iter__(self):
-        return iter([self.batch, self.batch])
-
-
-class LanguageModel(LightningModule):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch):
-        return self.model(**batch).loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
 
 
 def roberta():
@@ -602,60 +556,46 @@ class TestTrainer:
     pytestmark = pytest.mark.slow
 
     @staticmethod
-    def fit(build, precision, emulation, technique=None):
-        peaks, ops = Peaks(), Ops()
-        with fake_tensors() as fake:
-            module = LanguageModel(build())
-            if technique is not None:
-                technique.apply(module)
-            tokens = fake.copy_batch(torch.ones(8, 128, dtype=torch.long))
-            batch = {"input_ids": tokens, "labels": tokens}
-            trainer = Trainer(
-                accelerator="cpu",
-                precision=precision,
-                max_steps=2,
-                gradient_clip_val=1.0,
-                logger=False,
-                callbacks=[peaks],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            with emulation, ops:
-                trainer.fit(module, DataLoader(Twice(batch), batch_size=None))
-        return peaks.found[-1], ops
+    def predicted(build, precision, device="cuda", **settings):
+        """The prediction, and which operators allocate what types."""
+        tokens = torch.ones(8, 128, dtype=torch.long)
+        prediction = predict_memory(
+            *(build(), {"input_ids": tokens, "labels": tokens}, None, settings),
+            device=device,
+            trainer_arguments={"precision": precision, "gradient_clip_val": 1.0},
+        )
+        origins = [origin for _, origin in prediction.trace.storages]
+        return prediction, {(origin.op.removeprefix("aten."), origin.dtype) for origin in origins}
 
     @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
     @pytest.mark.parametrize("build", [roberta, llama])
     def test_two_steps(self, build, precision):
-        peak, ops = self.fit(build, precision, cuda_kernels())
-        assert "_foreach_sqrt" in ops.names
-        assert "_scaled_dot_product_flash_attention_for_cpu" not in ops.names
+        found, ops = self.predicted(build, precision)
+        names = {name for name, _ in ops}
+        assert "_foreach_sqrt" in names
+        assert "_scaled_dot_product_flash_attention_for_cpu" not in names
         is_mixed = precision == "bf16-mixed"
         if build is roberta:
             kernel = "flash" if is_mixed else "efficient"
-            assert f"_scaled_dot_product_{kernel}_attention" in ops.names
-            assert f"_scaled_dot_product_{kernel}_attention_backward" in ops.names
-            assert "native_dropout" in ops.names
-            on_cpu, _ = self.fit(build, precision, contextlib.nullcontext())
-            assert peak.activation_bytes < on_cpu.activation_bytes
+            attention = f"_scaled_dot_product_{kernel}_attention"
+            assert {attention, f"{attention}_backward", "native_dropout"} <= names
+            on_cpu, _ = self.predicted(build, precision, "cpu")
+            assert found.peak.activation_bytes < on_cpu.peak.activation_bytes
         else:
             kernel = "_scaled_dot_product_flash_attention"
             if not is_mixed:
                 is_math = IN_SHARED_HEADS == "math"
                 kernel = "bmm" if is_math else "_scaled_dot_product_efficient_attention"
-            assert kernel in ops.names
-            assert ("pow", torch.float32) in ops.seen
+            assert kernel in names
+            assert ("pow", "float32") in ops
 
     def test_with_checkpointing(self):
-        plain, _ = self.fit(roberta, "bf16-mixed", cuda_kernels())
-        recomputed, ops = self.fit(
-            roberta, "bf16-mixed", cuda_kernels(), ActivationCheckpointing("all")
-        )
-        assert recomputed.activation_bytes < plain.activation_bytes
-        # 2 steps; each block forward and again; embeddings once.
-        assert ops.names.count("_scaled_dot_product_flash_attention") == 2 * 2 * 2
-        assert ops.names.count("native_dropout") == 2 * (1 + 2 * 2 * 2)
+        plain, _ = self.predicted(roberta, "bf16-mixed")
+        again, _ = self.predicted(roberta, "bf16-mixed", activation_checkpointing="all")
+        assert again.peak.activation_bytes < plain.peak.activation_bytes
+        attention = Counter(k.phase for k, n in again.work if k.kind == "attention")
+        # Each of two blocks in forward, and again in backward, which has one kernel of its own.
+        assert attention == {"forward": 2, "recomputation": 2, "backward": 2}
 
 
 class TestScratch:
@@ -684,20 +624,9 @@ class TestScratch:
 
 
 class TestBadInput:
-    def test_old_torch(self, monkeypatch):
-        monkeypatch.delattr(torch.library, "get_kernel")
-        before = state_of_torch()
-        with pytest.raises(MissingDependencyError, match=r"pip install 'torch>=2\.9'"):
-            cuda_kernels().__enter__()
-        assert state_of_torch() == before
-
     def test_unknown_kernel(self):
         with pytest.raises(ConfigurationError, match="Use one of 'flash', 'efficient', 'math'"):
             cuda_kernels("xformers").__enter__()
-
-    def test_device_that_torch_does_not_support(self):
-        with pytest.raises(ConfigurationError, match="Use for example `\\(8, 0\\)`"):
-            cuda_kernels(capability=(3, 5)).__enter__()
 
 
 def test_assumptions_are_sentences():
@@ -732,12 +661,12 @@ def test_no_workspaces_where_the_variable_forbids_them(monkeypatch):
     assert workspaces() == ()
 
 
-@pytest.mark.parametrize("major", [7, 8, 9, 10, 12, 99])
-def test_processes_that_train_together_need_nccl(major):
-    capability = (major, 0)
-    needed = [distributed_bytes(capability, number) for number in (1, 2, 3, 8)]
-    assert needed == [0, 544 * 2**20, 688 * 2**20, 688 * 2**20]
-    alone, together = (constant_assumptions(capability, "", number) for number in (1, 4))
+def test_processes_that_train_together_need_nccl():
+    assert [distributed_bytes(number) for number in (1, 2, 3, 8)] == [
+        *(0, 544 * 2**20),
+        *(688 * 2**20, 688 * 2**20),
+    ]
+    alone, together = (constant_assumptions((8, 0), "", number) for number in (1, 4))
     assert [line for line in together if line not in alone and "688.00 MiB" in line]
     assert len(together) == len(alone) + 1
 
@@ -773,10 +702,9 @@ def test_prediction_of_a_fit_counts_its_processes(device, more):
             ["cuDNN's workspaces while a convolution runs"],
         ),
         (nn.LSTM(4, 4), torch.ones(5, 2, 4), ["Recurrent layers are assumed to save"]),
-        (nn.GRU(4, 4), torch.ones(5, 2, 4), ["Recurrent layers are assumed to save"]),
         (nn.Linear(4, 4), torch.ones(2, 4), []),
     ],
-    ids=["convolution", "lstm", "gru", "linear"],
+    ids=["convolution", "lstm", "linear"],
 )
 def test_names_what_cudnn_needs_and_nothing_counts(module, inputs, named):
     lines = [line for line in predict_memory(module, inputs).assumptions if "cuDNN's" in line]
@@ -822,9 +750,3 @@ def test_a_gpu_keeps_the_same(dtype, is_mixed):  # pragma: no cover (gpu)
     with fake, KnownValues(fake), cuda_kernels(capability=capability):
         predicted = kept("cpu")
     assert predicted == pytest.approx(kept("cuda"), abs=64)
-
-
-@pytest.mark.parametrize(("capability", "size"), [((8, 0), "16.25 MiB"), ((9, 0), "64.00 MiB")])
-def test_says_what_cublas_keeps(capability, size):
-    lines = constant_assumptions(capability, "")
-    assert sum(line.startswith(f"cuBLAS keeps {size} ") for line in lines) == 1

@@ -72,13 +72,9 @@ def test_every_name_finds_its_card():
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_bfloat16_goes_with_the_compute_capability(gpu):
-    assert gpu.has_bf16 == (gpu.compute_capability >= (8, 0))
-
-
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_multiprocessors_go_with_the_rate_in_float32(gpu):
+def test_what_is_said_of_a_card_goes_together(gpu):
     """Each core multiplies and adds once in a clock, and boost clocks lie between these."""
+    assert gpu.has_bf16 == (gpu.compute_capability >= (8, 0))
     cores = 64 if gpu.compute_capability in {(6, 0), (7, 0), (7, 5), (8, 0)} else 128
     clock = gpu.throughput.float32 / (2 * cores * gpu.num_multiprocessors)
     slowest, fastest = (1.25e9, 1.9e9) if gpu.compute_capability < (8, 9) else (1.9e9, 2.7e9)

@@ -363,32 +363,6 @@ def test_modules_that_look_like_our_wrapper_are_the_user_s(package: str) -> None
     assert not [text for text in prediction.assumptions if "`loss=`" in text]
 
 
-def test_refuses_settings_that_are_not_there() -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=r"`checkpointing` is not an argument .* Did you mean `activation_checkpointing`",
-    ):
-        predict_memory(nn.Linear(2, 2), torch.ones(1, 2), settings={"checkpointing": "all"})
-    with pytest.raises(ConfigurationError, match="Use `micro_batch_size=1`"):
-        predict_memory(nn.Linear(2, 2), torch.ones(1, 2), settings={"micro_batch_size": 0})
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        ("a model", "neither a module nor a function .* Pass the module"),
-        (lambda: "a model", "returned str, not a module. Return the module"),
-        (lambda: nn.Linear(-1, 2), "failed.* or pass the module itself"),
-        (nn.Linear, "failed.*TypeError.* called without arguments"),
-        (nn.LazyLinear(2), "has lazy parameters.* Run one batch through the module first"),
-    ],
-    ids=["text", "gives_text", "raises", "class", "lazy"],
-)
-def test_refuses_what_is_no_module(module: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        predict_memory(module, torch.ones(1, 2))
-
-
 @pytest.mark.parametrize(
     ("batch", "error"),
     [(torch.ones(1, 3), RuntimeError), ({"input_ids": torch.ones(1, 2)}, TypeError)],
@@ -452,42 +426,6 @@ def test_says_what_is_not_there(ask: Any, message: str) -> None:
     (note,) = raised.value.__notes__
     assert message in note
     assert "check that the module accepts" not in note
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (None, r"`batch=None` is not a batch.*next\(iter"),
-        (lambda: None, "`batch=None` is not a batch"),
-        ((torch.ones(0, 2), torch.ones(0)), "has no samples.* Pass one of the size"),
-    ],
-    ids=["none", "gives_none", "empty"],
-)
-def test_refuses_what_is_no_batch(batch: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        predict_memory(nn.Linear(2, 2), batch)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"device": "mps"}, '`device=\'mps\'` is not supported. Use `"cuda"` or `"cpu"`'),
-        ({"time_limit_s": 0}, "`time_limit_s=0` is not a positive number .* `time_limit_s=60`"),
-        ({"time_limit_s": -1.0}, "`time_limit_s=-1.0` is not a positive number"),
-        (
-            {"trainer_arguments": {"accumulate_grad_batch": 4}},
-            "has 'accumulate_grad_batch'.* Did you mean `accumulate_grad_batches`",
-        ),
-        (
-            {"trainer_arguments": {"qqq": 4}},
-            "has 'qqq', which Lightning.s Trainer does not accept.*Remove it",
-        ),
-    ],
-    ids=str,
-)
-def test_refuses_arguments(arguments: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        predict_memory(nn.Linear(2, 2), torch.ones(1, 2), **arguments)
 
 
 class _Lit(Lit):

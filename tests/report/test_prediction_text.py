@@ -8,7 +8,6 @@ from rich.console import Console
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import as_plain_text
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
 from lightning_memsave.report.text import rich_prediction, show, variants_table
@@ -76,11 +75,6 @@ class TestModuleTree:
         rows = rows_of(as_plain_text(module_tree(MODULES[1:2])))
         assert rows["(whole)"] == ["4.00 MiB", "4.00 MiB"]
 
-    @pytest.mark.parametrize("wrong", [{"max_depth": -1}, {"min_share": 2.0}])
-    def test_wrong_arguments(self, wrong):
-        with pytest.raises(ConfigurationError, match="Use "):
-            module_tree(MODULES, **wrong)
-
 
 class TestPrediction:
     def test_what_the_device_must_have(self):
@@ -131,10 +125,6 @@ class TestPrediction:
 
     def test_a_name_is_never_read_as_markup(self):
         assert "[bold]Net" in plain_prediction(make_prediction(model="[bold]Net"))
-
-    def test_number_of_lines_must_not_be_negative(self):
-        with pytest.raises(ConfigurationError, match="at least 0"):
-            plain_prediction(make_prediction(), max_tensors=-1)
 
     def test_printed_to_a_pipe_it_is_the_plain_text(self, capsys):
         show(rich_prediction(make_prediction()))

@@ -31,6 +31,7 @@ from lightning_memsave.targets.target import (
 )
 from lightning_memsave.units import MIB
 from tests.callbacks.lit import make_trainer
+from tests.cli.shell import TINY_GPT2
 from tests.helpers import ResidentGrowth
 
 
@@ -50,15 +51,6 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 2,
     "intermediate_size": 32,
     "max_position_embeddings": 40,
-}
-TINY_GPT2: dict[str, Any] = {
-    "vocab_size": 50,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 40,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
 }
 CODE = """
     import torch
@@ -178,7 +170,6 @@ class TestFactory:
             ("model.py:Net", ("does not exist", "Did you mean `models.py`?")),
             ("nowhere/models.py:Net", ("no folder `nowhere`",)),
             ("modls:Net", ("no module `modls`", "name the file")),
-            ("modls.sub:Net", ("no module `modls`",)),
             ("models:WIDTH", ("is a `int`", "Name a class or a function")),
             ("models:NET", ("exists already", "Name its class")),
             ("models:Data", ("not an `nn.Module`", "Name the model's class")),
@@ -243,6 +234,7 @@ class TestFactory:
         message = refused("bad.py:Net")
         del sys.modules["package_that_fails"]
         assert f"{tmp_path / 'bad.py'}, line 3" in message
+        assert "write `package.module:Class` instead of its path" in message
 
     def test_a_function_without_a_signature(self):
         with pytest.raises(ConfigurationError, match="`torch:relu` failed"):
@@ -309,9 +301,9 @@ class TestHuggingFace:
     @pytest.mark.parametrize(
         ("arguments", "part"),
         [
-            ({"task": "maskedlm"}, "Use `masked_lm`"),
+            ({"task": "maskedlm"}, "Did you mean `masked_lm`"),
             ({"task": "seq2seq_lm"}, "Use `masked_lm`"),
-            ({"arguments": {"hiden_size": 4}}, "Use `hidden_size`"),
+            ({"arguments": {"hiden_size": 4}}, "Did you mean `hidden_size`"),
             ({"arguments": {"zzz": 4}}, "Remove it"),
             ({"model": "x:Y"}, "Remove it"),
         ],
@@ -740,26 +732,17 @@ class TestBatchSpec:
         ("text", "part"),
         [
             ("0x512", "whole number of at least 1"),
-            ("8x0", "whole number of at least 1"),
             ("-8x512", "whole number of at least 1"),
-            ("8.5x512", "whole number of at least 1"),
-            ("0", "whole number of at least 1"),
             ("8x512", "Describe each tensor"),
-            ("8", "Describe each tensor"),
             ("8 by 512", "does not describe a tensor"),
-            ("8x", "does not describe a tensor"),
             ("", "has no tensor"),
             ("x=", "does not describe a tensor"),
-            ("x=float32[0]", "whole number of at least 1"),
             ("x=float32[-2]", "whole number of at least 1"),
-            ("x=float32[a]", "whole number of at least 1"),
             ("x=float33[2]", "not a dtype of torch. Use for example"),
-            ("x=nn[2]", "not a dtype of torch"),
             ("x=float32[2],int64[2]", "with a name and without"),
             ("x=float32[2],x=int64[2]", "Use each name once"),
             ('{"x": "float32[2]"}', "describe each tensor"),
             ("(float32[2],)", "without names for a tuple"),
-            ("float32[2],", "without names for a tuple"),
             ("8×512", 'Write "8x512"'),  # noqa: RUF001
             ("x=int64[2]<0", "Use a bound of at least 1"),
             ("x=float32[1000000000,1000000000]", "which no device can hold. Use smaller"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
+from lightning_memsave.errors import MemoryExhaustedError
 from lightning_memsave.units import MIB, format_bytes
 
 Key = tuple[int, int, "Block"]  # size and address, the order of free blocks; addresses are unique
@@ -79,7 +79,6 @@ class Pool:
         del blocks[bisect_left(blocks, _key(block))]
 
     def smallest_from(self, size: int) -> Iterator[Block]:
-        """Iterate over free blocks of at least ``size`` bytes, smallest first."""
         # No address is 0, so this key sorts before all blocks of the size.
         for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
             yield self.free[index][2]
@@ -123,7 +122,7 @@ class AllocatorSettings:
     @classmethod
     def of_environment(cls) -> "AllocatorSettings":
         """Read them as torch does: of two variables that are set, only the first counts."""
-        text = next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
+        text = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
         pairs = (item.partition(":")[::2] for item in text.replace(" ", "").split(","))
         values = dict(pairs)
         mib = values.get("max_split_size_mb", "")
@@ -132,7 +131,7 @@ class AllocatorSettings:
         )
 
 
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class CachingAllocator:
@@ -156,11 +155,6 @@ class CachingAllocator:
         capacity_bytes: int | None = None,
         settings: AllocatorSettings = AllocatorSettings(),
     ) -> None:
-        if capacity_bytes is not None and capacity_bytes < 1:
-            raise ConfigurationError(
-                f"`capacity_bytes={capacity_bytes}` is not a capacity: it must be at least 1. "
-                "Use `None` for no limit."
-            )
         self.capacity_bytes = capacity_bytes
         self.expandable_segments = settings.expandable_segments
         self._max_split_bytes = settings.max_split_bytes or _NO_LIMIT
@@ -175,11 +169,9 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: str = "") -> int:
         """Allocate a free block if one fits, else a new segment (``malloc``)."""
-        if num_bytes < 0:
-            raise ConfigurationError(f"`num_bytes={num_bytes}` is negative. Use 0 or more.")
         if num_bytes == 0:
             return 0
-        size = _rounded_up(num_bytes, _MIN_BLOCK_BYTES)  # round_size
+        size = rounded_up(num_bytes, _MIN_BLOCK_BYTES)  # round_size
         pool = self._pool(stream, is_small=size <= _SMALL_BYTES)
         block = self._take_free(pool, size) or self._add(pool, size)
         if block is None and self._release_oversized(pool, size):
@@ -208,11 +200,7 @@ class CachingAllocator:
         """Free a block and merge it with free neighbours (``free_block``)."""
         if handle == 0:
             return
-        block = self._used.pop(handle, None)
-        if block is None:
-            raise ConfigurationError(
-                f"`handle={handle}` is not allocated. Pass a handle from `malloc`, once."
-            )
+        block = self._used.pop(handle)
         self.allocated_bytes -= block.size
         block.is_free = True
         block.pool.put(block.joined())
@@ -262,7 +250,7 @@ class CachingAllocator:
         elif size < _MIN_LARGE_BYTES:
             segment_size = _LARGE_SEGMENT_BYTES
         else:
-            segment_size = _rounded_up(size, _ROUND_LARGE_BYTES)
+            segment_size = rounded_up(size, _ROUND_LARGE_BYTES)
         return self._new_segment(pool, segment_size) if self._reserve(segment_size) else None
 
     def _new_segment(self, pool: Pool, size: int) -> Block:
@@ -306,7 +294,7 @@ class CachingAllocator:
 
     # map_block: whole pages.
     def _map(self, block: Block, size: int) -> Block | None:
-        size = _rounded_up(size, block.pool.page_bytes)
+        size = rounded_up(size, block.pool.page_bytes)
         if not self._reserve(size):
             return None
         block.pool.take(block)
@@ -351,7 +339,7 @@ class CachingAllocator:
     # unmap_block: the pages inside a block; segments begin at a multiple of their page.
     def _unmap(self, block: Block) -> None:
         pool = block.pool
-        first = _rounded_up(block.address, pool.page_bytes)
+        first = rounded_up(block.address, pool.page_bytes)
         size = (block.address + block.size) // pool.page_bytes * pool.page_bytes - first
         if size <= 0:
             return
@@ -401,5 +389,5 @@ def least_capacity(
     return high
 
 
-def _rounded_up(value: int, step: int) -> int:
+def rounded_up(value: int, step: int) -> int:
     return -(-value // step) * step

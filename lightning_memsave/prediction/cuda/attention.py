@@ -66,6 +66,7 @@ class Attention:
     # `check_prefer_cudnn_attention`, since torch 2.9; `check_cudnn_tensor_shapes`.
     def _cudnn_fits(self, inputs: _Inputs) -> bool:
         sizes = {t.size(-1) for t in inputs[:3]}
+        most = 256 if self._capability == (9, 0) else 128
         dropout = _CUDNN_DROPOUT_STEPS * inputs.dropout_p
         is_nondeterministic_fine = (
             not torch.are_deterministic_algorithms_enabled()
@@ -80,12 +81,8 @@ class Attention:
             and inputs.query.dtype in _HALF
             and _is_regular(inputs, may_share_heads=True)
             and len(sizes) == 1
-            and all(size % 8 == 0 and size <= self._cudnn_limit for size in sizes)
+            and all(size % 8 == 0 and size <= most for size in sizes)
         )
-
-    @property
-    def _cudnn_limit(self) -> int:
-        return 256 if self._capability == (9, 0) else 128
 
     # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`.
     def _flash_differentiates(self, inputs: _Inputs) -> bool:
@@ -112,6 +109,7 @@ class Attention:
     def _efficient_fits(self, inputs: _Inputs) -> bool:
         query, mask = inputs.query, inputs.mask
         is_half = query.dtype in _HALF
+        bfloat16 = {torch.bfloat16} if self._capability >= (8, 0) else set()
         has_tensor_cores = self._capability >= (8, 0) or (is_half and self._capability >= (7, 0))
         alignment = 4 if self._capability >= (8, 0) else 1
         if has_tensor_cores:
@@ -119,14 +117,11 @@ class Attention:
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and self._capability >= (5, 0)
-            and (query.dtype in {torch.float32, torch.float16} or self._takes_bfloat16(query))
+            and query.dtype in {torch.float32, torch.float16, *bfloat16}
             and _is_regular(inputs, may_share_heads=_EFFICIENT_SHARES_HEADS)
             and all(t.size(-1) % alignment == 0 for t in (query, inputs.value))
             and (mask is None or mask.stride(-1) == 1)
         )
-
-    def _takes_bfloat16(self, query: Tensor) -> bool:
-        return query.dtype is torch.bfloat16 and self._capability >= (8, 0)
 
 
 def _is_regular(inputs: _Inputs, *, may_share_heads: bool) -> bool:

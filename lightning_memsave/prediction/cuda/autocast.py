@@ -1,13 +1,14 @@
 """Emulate CUDA's autocast for fake CPU tensors."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
+from lightning_memsave.measure.storages import operands
 from lightning_memsave.prediction.cuda.dispatch import Overrides, operator_named
 
 _KEY = "AutocastCPU"
@@ -92,7 +93,7 @@ def _without_autocast() -> Any:
 def _call_cast(
     operator: Any, choose: Callable[[list[Tensor]], torch.dtype], *args: Any, **kwargs: Any
 ) -> Any:
-    dtype = choose([*_tensors((args, tuple(kwargs.values())))])
+    dtype = choose([*operands((args, tuple(kwargs.values())))])
     with _without_autocast():
         return operator(
             *(_cast(value, dtype) for value in args),
@@ -137,11 +138,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, dtype) for item in value)
     return value
-
-
-def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(tuple(value))

@@ -2,22 +2,12 @@
 
 import os
 import re
-from dataclasses import dataclass
 
 from lightning_memsave.units import KIB, MIB, format_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class _Constants:
-    context_bytes: int
-    workspace_bytes: int
-    nccl_bytes: tuple[int, int] = (544 * MIB, 688 * MIB)
-    margin: tuple[float, int] = (0.03, 256 * MIB)
-
-
-# By major compute capability.
-# - Contexts: that of 9 was measured on an H200 with torch 2.11 and CUDA 13.0: 629 MiB, 64 more for
-#   the cuBLAS handle of each of two threads, and 10 for cuDNN (benchmarks/results/gpu_nvidia_h200).
+# - Contexts, by major compute capability: that of 9 was measured on an H200 with torch 2.11 and
+#   CUDA 13.0: 629 MiB, 64 more for the cuBLAS handle of each of two threads, and 10 for cuDNN
+#   (benchmarks/results/gpu_nvidia_h200).
 #   The others are estimates: published values are 150 to 300 MiB for a T4 and 430 to 500 for an
 #   A100, of which these are the upper ends, and 500 MiB where nothing is known.
 # - Workspaces: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 8.125 MiB,
@@ -35,38 +25,27 @@ class _Constants:
 #   transformers are within 1.4 % on an H200), and 256 MiB what nothing counts: cuBLASLt, scratch of
 #   reductions, other libraries. Large cuDNN workspaces and a desktop (0.3 to 1 GiB) need more.
 _SMALL_WORKSPACE, _LARGE_WORKSPACE = 8 * MIB + 128 * KIB, 32 * MIB
-_BY_MAJOR = {
-    7: _Constants(300 * MIB, _SMALL_WORKSPACE),
-    8: _Constants(500 * MIB, _SMALL_WORKSPACE),
-    9: _Constants(768 * MIB, _LARGE_WORKSPACE),
-    10: _Constants(600 * MIB, _LARGE_WORKSPACE),
-    11: _Constants(600 * MIB, _LARGE_WORKSPACE),
-    12: _Constants(600 * MIB, _LARGE_WORKSPACE),
-}
-_UNKNOWN = _Constants(500 * MIB, _SMALL_WORKSPACE)
+_CONTEXTS = {7: 300 * MIB, 9: 768 * MIB, 10: 600 * MIB, 11: 600 * MIB, 12: 600 * MIB}
+_OTHER_CONTEXT = 500 * MIB
+_PAIR_OF_NCCL, _MORE_OF_NCCL = 544 * MIB, 688 * MIB
+_MARGIN, _LEAST_MARGIN = 0.03, 256 * MIB
 _NUM_THREADS = 2  # forward and backward; there is one workspace per handle and stream
 
 DETERMINISTIC_WORKSPACE = ":4096:8"
 """``CUBLAS_WORKSPACE_CONFIG`` as Lightning sets it for ``Trainer(deterministic=True)``."""
 
 
-def _constants_of(capability: tuple[int, int]) -> _Constants:
-    return _BY_MAJOR.get(capability[0], _UNKNOWN)
-
-
 def context_bytes(capability: tuple[int, int]) -> int:
-    return _constants_of(capability).context_bytes
+    return _CONTEXTS.get(capability[0], _OTHER_CONTEXT)
 
 
-def distributed_bytes(capability: tuple[int, int], num_processes: int) -> int:
-    pair, more = _constants_of(capability).nccl_bytes
-    return 0 if num_processes < 2 else pair if num_processes == 2 else more
+def distributed_bytes(num_processes: int) -> int:
+    return 0 if num_processes < 2 else _PAIR_OF_NCCL if num_processes == 2 else _MORE_OF_NCCL
 
 
-def margin_bytes(total_bytes: int, capability: tuple[int, int] = (8, 0)) -> int:
+def margin_bytes(total_bytes: int) -> int:
     """Return the bytes to leave free on a GPU for what a prediction does not know."""
-    share, least_bytes = _constants_of(capability).margin
-    return max(int(total_bytes * share), least_bytes)
+    return max(int(total_bytes * _MARGIN), _LEAST_MARGIN)
 
 
 def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
@@ -74,8 +53,9 @@ def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) 
     if config is None:
         config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     pairs = re.findall(r":(\d+):(\d+)", config)
-    default = _constants_of(capability).workspace_bytes
-    size = sum(int(kib) * KIB * int(count) for kib, count in pairs) if pairs else default
+    size = _LARGE_WORKSPACE if capability[0] >= 9 else _SMALL_WORKSPACE
+    if pairs:
+        size = sum(int(kib) * KIB * int(count) for kib, count in pairs)
     return (size,) * (_NUM_THREADS if size else 0)
 
 
@@ -83,7 +63,7 @@ def constant_assumptions(
     capability: tuple[int, int], config: str | None = None, num_processes: int = 1
 ) -> tuple[str, ...]:
     sizes = workspaces(capability, config)
-    nccl_bytes = distributed_bytes(capability, num_processes)
+    nccl_bytes = distributed_bytes(num_processes)
     nccl = (
         f"NCCL needs {format_bytes(nccl_bytes)} in each of {num_processes} processes, as on A100s "
         "with NVLink: an estimate for other GPUs; with more process groups it needs more."

@@ -11,7 +11,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memsave.core.memory import is_host
-from lightning_memsave.errors import MissingDependencyError
+from lightning_memsave.measure.storages import operands
 
 Kernel = Callable[..., Any]
 
@@ -25,12 +25,6 @@ class Overrides:
     """
 
     def __init__(self) -> None:
-        if not hasattr(torch.library, "get_kernel"):
-            raise MissingDependencyError(
-                f"Emulating CUDA's kernels needs `torch.library.get_kernel`, which torch "
-                f"{torch.__version__} does not have. Predictions for CUDA work from "
-                "torch 2.9 on: run `pip install 'torch>=2.9'`, or predict for a CPU."
-            )
         self._library = torch.library.Library("aten", "IMPL")
 
     def add(self, name: str, key: str, kernel: Kernel | None) -> None:
@@ -91,9 +85,7 @@ def operator_named(name: str) -> Any:
 
 
 def any_fake(args: Iterable[Any]) -> bool:
-    return any(
-        isinstance(a, FakeTensor) or (isinstance(a, (list, tuple)) and any_fake(a)) for a in args
-    )
+    return any(isinstance(tensor, FakeTensor) for tensor in operands(args))
 
 
 def _kernel_of_torch(name: str, key: str) -> Kernel | None:

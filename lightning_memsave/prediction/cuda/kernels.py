@@ -17,6 +17,7 @@ from lightning_memsave.prediction.cuda.attention import KERNELS, Attention
 from lightning_memsave.prediction.cuda.autocast import add_autocast
 from lightning_memsave.prediction.cuda.dispatch import Overrides, operator_named
 from lightning_memsave.prediction.cuda.scratch import Multiprocessors, add_scratch
+from lightning_memsave.prediction.fake.tensors import replaced
 
 _KEY = "AutogradCPU"
 
@@ -110,8 +111,7 @@ def foreach_optimizers() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             choice = getattr(module, _CHOICE, None) if name.startswith("torch.optim.") else None
             if choice is not None:  # every optimizer module has imported the name
-                setattr(module, _CHOICE, _like_cuda(choice))
-                undo.callback(setattr, module, _CHOICE, choice)
+                undo.enter_context(replaced(module, _CHOICE, _like_cuda(choice)))
         types.append(FakeTensor)
         undo.callback(types.remove, FakeTensor)
         yield
@@ -167,34 +167,21 @@ def cuda_kernels(
             f"`attention={attention!r}` is not an attention kernel of CUDA. "
             f"Use one of {', '.join(map(repr, KERNELS))}, or `None` for torch's choice."
         )
-    if capability < (5, 0):
-        raise ConfigurationError(
-            f"`capability={capability!r}` is not a compute capability that torch supports: it must "
-            "be at least (5, 0). Use for example `(8, 0)` for an A100."
-        )
     with contextlib.ExitStack() as undo:
-        _ATTENTION.append(Attention(attention, capability))
-        undo.callback(_ATTENTION.pop)
-        if len(_ATTENTION) == 1:
-            overrides = Overrides()
-            undo.callback(overrides.undo)
-            overrides.add("scaled_dot_product_attention", "AutogradCPU", _attend)
-            add_operators(overrides)
-            add_autocast(overrides)
-            number = num_multiprocessors or _NUM_MULTIPROCESSORS
-            add_scratch(overrides, Multiprocessors(number, capability))
-            undo.enter_context(foreach_optimizers())
+        overrides = Overrides()
+        undo.callback(overrides.undo)
+        attend = Attention(attention, capability)
+        overrides.add("scaled_dot_product_attention", _KEY, attend)
+        add_operators(overrides)
+        add_autocast(overrides)
+        number = num_multiprocessors or _NUM_MULTIPROCESSORS
+        add_scratch(overrides, Multiprocessors(number, capability))
+        undo.enter_context(foreach_optimizers())
         undo.enter_context(emulating_cuda())
         yield
 
 
 _NUM_MULTIPROCESSORS = 108
-# One per active context, since contexts may be nested.
-_ATTENTION: list[Attention] = []
-
-
-def _attend(*args: Any, **kwargs: Any) -> Tensor:
-    return _ATTENTION[-1](*args, **kwargs)
 
 
 def module_assumptions(modules: Iterable[nn.Module], operators: Iterable[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_memsave.prediction.cuda.allocator import rounded_up
 from lightning_memsave.prediction.cuda.dispatch import Overrides
 
 _MAX_THREADS, _WARP = 512, 32  # of a block in Reduce.cuh
@@ -24,7 +25,6 @@ class Multiprocessors:
     capability: tuple[int, int]
 
     def blocks_of(self, num_threads: int) -> int:
-        """Return how many blocks of so many threads run at once."""
         return self.number * (_THREADS.get(self.capability, 2048) // num_threads)
 
 
@@ -119,8 +119,8 @@ def _flash_copies(
 # attention gradients of keys and values per query head.
 def _flash(grad_out: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> list[int]:
     batch, heads, tokens, size = query.shape
-    rows = batch * heads * _rounded_up(tokens, 128)
-    blocks = [4 * rows, 4 * rows * _rounded_up(size, 32)]
+    rows = batch * heads * rounded_up(tokens, 128)
+    blocks = [4 * rows, 4 * rows * rounded_up(size, 32)]
     if key.size(1) != heads:
         blocks += [batch * key.size(2) * heads * size * query.element_size()] * 2
     return blocks
@@ -132,7 +132,7 @@ def _flash(grad_out: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> 
 def _efficient(grad_out: Tensor, query: Tensor, *_: Any, **__: Any) -> list[int]:
     batch, heads, tokens, size = query.shape
     num_rows, num_tiles = batch * heads * tokens, batch * heads * _divided_up(tokens, 64)
-    sums, workspace = 4 * num_rows, num_tiles * (16 + 4 * 64 * _rounded_up(size, 64))
+    sums, workspace = 4 * num_rows, num_tiles * (16 + 4 * 64 * rounded_up(size, 64))
     if grad_out.element_size() < _SIZE_OF_FLOAT:
         return [sums, workspace]
     product = 4 * num_rows * grad_out.size(-1)
@@ -169,7 +169,3 @@ def _power_of_2(number: int) -> int:
 
 def _divided_up(value: int, by: int) -> int:
     return -(-value // by)
-
-
-def _rounded_up(value: int, step: int) -> int:
-    return _divided_up(value, step) * step

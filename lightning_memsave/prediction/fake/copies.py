@@ -190,7 +190,6 @@ def keep_originals(parameter: Tensor, converted: Tensor) -> None:
 
 
 def with_parameters_of(module: nn.Module, configured: Any) -> Any:
-    """Let optimizers train the copy of their module."""
     memo: dict[int, Any] = {
         original: p for p in module.parameters() for original in originals_of(p)
     }

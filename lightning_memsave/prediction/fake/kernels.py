@@ -39,7 +39,7 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _only_writes(func):
         return None
     if _makes_a_list(func) and all(map(_is_dense, args[0])):
-        return [_make(t, _of_like(t)) for t in args[0]]
+        return [_make(t, (False, t.shape, t.stride(), 0, t.dtype)) for t in args[0]]
     key = _key(func, args, kwargs) if _is_function_of_shapes(func) else None
     if key is None:
         return func(*args, **kwargs)
@@ -81,10 +81,6 @@ def _is_dense(tensor: Any) -> bool:
         and tensor.is_floating_point()
         and tensor.is_contiguous()
     )
-
-
-def _of_like(tensor: Tensor) -> tuple[Any, ...]:
-    return False, tensor.shape, tensor.stride(), 0, tensor.dtype
 
 
 def _is_of_one_shape(values: tuple[Any, ...]) -> bool:
@@ -210,7 +206,10 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_training = dict(zip(names, args, strict=False)).get("train", False)
     if not is_training or not torch.is_grad_enabled():
         return (*outputs, kept)
-    described = tuple(_TensorSpec(a) if isinstance(a, Tensor) else _hashable(a) for a in args)
+    described = tuple(
+        _TensorSpec(a) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a
+        for a in args
+    )
     numel = outputs[0].numel()
     if numel > MAX_MEASURED_NUMEL:
         first = args[0]
@@ -237,10 +236,6 @@ def _workspace_bytes(func: Any, described: tuple[Any, ...]) -> int:
     with _disable_current_modes():
         arguments = [d.make() if isinstance(d, _TensorSpec) else d for d in described]
         return int(func(*arguments)[-1].numel())
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 _CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {

@@ -81,10 +81,10 @@ def allow_construction() -> Iterator[None]:
     # The replacements are process-wide; for real tensors they call the originals.
     with PROCESS_WIDE, contextlib.ExitStack() as stack:
         # A module that copies its layers would copy the mode too, and modes cannot be mixed.
-        stack.enter_context(_replaced(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode))
-        stack.enter_context(_replaced(Tensor, "__deepcopy__", _deepcopy_fake))
+        stack.enter_context(replaced(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode))
+        stack.enter_context(replaced(Tensor, "__deepcopy__", _deepcopy_fake))
         # Redraws until all values are in range, which never ends on fake tensors.
-        stack.enter_context(_replaced(nn.init, "_no_grad_trunc_normal_", _trunc_normal))
+        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _trunc_normal))
         if not any(isinstance(mode, KnownValues) for mode in modes):
             # Constructors read values, such as dropout rates from `torch.linspace`.
             stack.enter_context(KnownValues(fake))
@@ -115,7 +115,7 @@ def _deepcopy_fake(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
@@ -142,7 +142,7 @@ class FakeTensors:
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        return tuple(self.values.guesses)
+        return self.values.guesses
 
     def copy_module(self, module: ModuleT, without: Sequence[object] = ()) -> ModuleT:
         memo: dict[int, Any] = {id(thing): None for thing in without}
@@ -228,11 +228,12 @@ def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
     Random states of torch, Python and numpy are restored afterwards.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    restored = _random_states_restored(), _modules_convertible(), _no_tracing()
     with contextlib.ExitStack() as stack:
         # Training that meets a fake tensor in a global variable fails: it would be fake, too.
         stack.callback(setattr, mode, "allow_non_fake_inputs", False)
-        for context in (fake_results_forgotten(), *restored, mode):
+        stack.enter_context(fake_results_forgotten())
+        stack.callback(RandomState(set()).restore)
+        for context in (_modules_convertible(), _no_tracing(), mode):
             stack.enter_context(context)
         values = KnownValues(mode)
         with values, allow_construction(), KnownInFunctions():
@@ -256,7 +257,8 @@ def _modules_convertible() -> Iterator[None]:
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         nonlocal num_running
-        if not any(isinstance(t, FakeTensor) for m in self.modules() for t in _own_tensors(m)):
+        tables = (table for m in self.modules() for table in (m._parameters, m._buffers))
+        if not any(isinstance(t, FakeTensor) for table in tables for t in table.values()):
             original(self, fn, recurse)
             return self
         num_running += 1
@@ -276,18 +278,8 @@ def _modules_convertible() -> Iterator[None]:
                 converted.clear()
         return self
 
-    nn.Module._apply = _apply  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "_apply", _apply):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for table in (module._parameters, module._buffers):
-        for tensor in table.values():
-            if tensor is not None:
-                yield tensor
 
 
 def _converted(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -306,27 +298,11 @@ def _converted(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 # not need.
 @contextlib.contextmanager
 def _no_tracing() -> Iterator[None]:
-    def is_tracing(tensor: object = None) -> bool:
-        return False
-
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith("transformers.")]
-    patched = [(m, vars(m)["is_tracing"]) for m in modules if "is_tracing" in vars(m)]
-    for module, _ in patched:
-        module.is_tracing = is_tracing  # type: ignore[attr-defined]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers.") and "is_tracing" in vars(module):
+                stack.enter_context(replaced(module, "is_tracing", lambda tensor=None: False))
         yield
-    finally:
-        for module, original in patched:
-            module.is_tracing = original  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _random_states_restored() -> Iterator[None]:
-    state = RandomState(set())
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def remedy_for(error: BaseException) -> str:

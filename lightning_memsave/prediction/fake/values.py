@@ -4,7 +4,7 @@ import functools
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,12 +27,6 @@ from lightning_memsave.measure.storages import operands
 from lightning_memsave.prediction.fake import kernels as _fake_kernels
 
 aten = torch.ops.aten
-
-
-def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the largest possible result of an operator that selects elements."""
-    make = _LARGEST.get(func)
-    return NotImplemented if make is None else make(*args, **kwargs)
 
 
 def packed_sequence(tensor: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -65,10 +59,6 @@ def padded_sequence(
     return padded.transpose(0, 1) if is_batch_first else padded, lengths
 
 
-def _nonzero(tensor: Tensor) -> Tensor:
-    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
-
-
 def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
     return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
 
@@ -94,8 +84,9 @@ def _unique_dim(
     return tensor.new_empty(tensor.shape), indices(), indices()
 
 
-_LARGEST: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _nonzero,
+# By operator that selects elements: the largest possible result.
+LARGEST: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: lambda t: t.new_empty((t.numel(), t.ndim), dtype=torch.int64),
     aten.masked_select.default: _masked_select,
     aten.bincount.default: _bincount,
     aten._unique2.default: _unique,
@@ -113,20 +104,21 @@ _NOT_REPORTED = (
 
 def is_called_by_scaler() -> bool:
     """Return whether a ``GradScaler`` reads the value, not an optimizer that it calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+    for _, name in _callers():
         if name == "torch.amp.grad_scaler" or name.startswith("torch.optim."):
-            return bool(name == "torch.amp.grad_scaler")
-        frame = frame.f_back
+            return name == "torch.amp.grad_scaler"
     return False
 
 
-def calling_line() -> str | None:
-    """Find the line of user code that reads a value: the innermost one outside of torch."""
-    frame: FrameType | None = sys._getframe(1)
+def _callers() -> Iterator[tuple[FrameType, str]]:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        yield frame, str(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+
+
+def calling_line() -> str | None:
+    for frame, name in _callers():
         package = name.partition(".")[0]
         # The optimizer's next operations may depend on it, such as another closure call.
         if package == "torch" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
@@ -135,7 +127,6 @@ def calling_line() -> str | None:
             if package in _NOT_REPORTED:
                 return None
             return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-        frame = frame.f_back
     return None
 
 
@@ -172,8 +163,8 @@ class KnownValues(TorchDispatchMode):
         self._shared: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     @property
-    def guesses(self) -> list[str]:
-        return list(self._num_asked)
+    def guesses(self) -> tuple[str, ...]:
+        return tuple(self._num_asked)
 
     @property
     def most_asked(self) -> str:
@@ -211,7 +202,10 @@ class KnownValues(TorchDispatchMode):
             inputs = [*operands(args), *operands(kwargs.values())]
         is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
         if (answer := _answer_for_finite(func, args)) is not None:
-            return self._fill_known(self._run(func, args, kwargs, is_known=False), answer)
+            result = self._run(func, args, kwargs, is_known=False)
+            with _disable_current_modes():
+                setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
+            return result
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if _is_composite(func):
@@ -241,12 +235,6 @@ class KnownValues(TorchDispatchMode):
                 setattr(fake, _VALUE, value)
             self._shared[tensor] = fake
         return self._shared[tensor]
-
-    @staticmethod
-    def _fill_known(result: Tensor, answer: bool) -> Tensor:
-        with _disable_current_modes():
-            setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
-        return result
 
     def _run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
@@ -313,10 +301,10 @@ class KnownValues(TorchDispatchMode):
                 shape = torch.broadcast_shapes(args[0].shape, mask.shape)
                 num_chosen = int(mask.expand(shape).sum())
             return args[0].new_empty(num_chosen)
-        result = largest_result(func, args, kwargs)
-        if result is not NotImplemented:
-            self._guess(f"`{func}` was assumed to select every element")
-        return result
+        if func not in LARGEST:
+            return NotImplemented
+        self._guess(f"`{func}` was assumed to select every element")
+        return LARGEST[func](*args, **kwargs)
 
     @staticmethod
     def _compute(func: Any, args: Any, kwargs: Any, result: Any) -> None:

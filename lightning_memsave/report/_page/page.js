@@ -215,28 +215,6 @@ function comparisonBar(prediction, whole) {
       el("span", { class: "unseen" }, fits ? " fits" : " does not fit")) : null));
 }
 
-// Tables of texts; where sizes are known, each row has a bar as the settings have.
-function renderTables() {
-  const node = document.getElementById("answers");
-  node.hidden = !DATA.tables.length;
-  node.replaceChildren(...DATA.tables.flatMap(({ title, columns, rows, sizes }) => [
-    el("div", { class: "heading" }, el("h2", {}, title)),
-    table(title, columns.map((text) => [text, "text"]).toSpliced(2, 0,
-      ...(sizes.length ? [["", "share"]] : [])),
-    rows.map((row, i) => el("tr", {}, row.map((text) => el("td", { class: /^-?[\d.,]+ [KMG]?i?B$/.test(text) ? "figure" : "text" }, marked(text)))
-      .toSpliced(2, 0, ...(sizes.length ? [sizeBar(sizes[i])] : []))))),
-  ]));
-}
-
-function sizeBar(size) {
-  const whole = DATA.predictions[0].peak_bytes;
-  const track = el("div", { class: "track", role: "img", "aria-label": formatShare(size, whole) });
-  const part = el("span", { class: "part of-peak", title: `${formatShare(size, whole)} of the peak` });
-  part.style.width = `${Math.min(100, (100 * (size ?? 0)) / (whole || 1))}%`;
-  track.append(part);
-  return el("td", { class: "share" }, track);
-}
-
 function renderTimeline(prediction) {
   const { timeline, peak } = prediction;
   if (!timeline.phases.length) return section("timeline", "");
@@ -494,5 +472,4 @@ choice.append(...DATA.predictions.map((p, i) => el("option", { value: i }, p.nam
 choice.addEventListener("change", () => show(Number(choice.value)));
 document.getElementById("chooser").hidden = DATA.predictions.length < 2;
 renderComparison();
-renderTables();
 show(0);
