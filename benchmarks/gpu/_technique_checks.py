@@ -357,13 +357,14 @@ def paged_state(device: str) -> Iterator[Found]:
     low_bit = LowBitOptimizer("paged_8bit" if device == "cuda" else "8bit")
     optimizer = low_bit.apply(torch.optim.AdamW([weight])).target
     saved: list[Any] = []
-    for case, act in {
+    acts: dict[str, Callable[[], Any]] = {
         "first step": optimizer.step,
         "read": lambda: saved.append(copy.deepcopy(optimizer.state_dict())),
         "second step": optimizer.step,
         "loaded": lambda: optimizer.load_state_dict(saved[0]),
         "step after it": optimizer.step,
-    }.items():
+    }
+    for case, act in acts.items():
         act()
         synchronize(device)
         yield {"case": case, "norm": weight.detach().norm().item()}

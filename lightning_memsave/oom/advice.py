@@ -281,7 +281,7 @@ def _less_in_evaluation(run: RunFacts) -> list[str]:
         advice.insert(
             0,
             "Pass a smaller `batch_size` to that DataLoader; in one process "
-            '`MemSaveCallback(micro_batch_size="halve")`, its default, splits batches of steps that '
-            "can be split.",
+            '`MemSaveCallback(micro_batch_size="halve")`, its default, splits batches of steps '
+            "that can be split.",
         )
     return [*advice, *_half_precision(run)]
