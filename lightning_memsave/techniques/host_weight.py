@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_memsave.core.patching import is_patched_with
+from lightning_memsave.core.patching import is_patched_with, own, set_own
 
 
 class HostWeight(ABC):
@@ -45,18 +44,17 @@ def is_asking(module: nn.Module) -> bool:
     return any(is_patched_with(module, function) for function in _ASKING)
 
 
-_HOST_WEIGHTS: Any = WeakIdKeyDictionary()
+_HOST = "_memsave_host_weight"
 
 
 def set_host_weight(host: HostWeight) -> Callable[[], None]:
-    """Register a weight on the host."""
-    _HOST_WEIGHTS[host.weight] = host
-    return lambda: _HOST_WEIGHTS.pop(host.weight, None)
+    """Let a weight be on the host."""
+    return set_own(host.weight, _HOST, host)
 
 
 def host_weight_of(weight: Tensor) -> HostWeight | None:
     """Return what moves a weight that is on the host; ``None`` for others."""
-    found: HostWeight | None = _HOST_WEIGHTS.get(weight)
+    found: HostWeight | None = own(weight, _HOST)
     return found
 
 

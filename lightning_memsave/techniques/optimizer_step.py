@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_memsave.core.memory import host_copies, is_host
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit
@@ -136,7 +137,7 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
     done: set[int] = set()
     for owner in owners:
         done |= owner.update(self, done)
-    params = [p for group in self.param_groups for p in group["params"]]
+    params = parameters_of(self)
     if any(p.grad is not None and id(p) not in done for p in params):
         _step_others(self, [p for p in params if id(p) in done])
     return loss
@@ -233,6 +234,16 @@ def all_in_backward() -> list[tuple[Optimizer, Any]]:
     optimizers = [ref() for ref in ACTIVE_UPDATES.keyrefs()]
     pairs = [(o, ACTIVE_UPDATES.get(o)) for o in optimizers if o is not None]
     return [(optimizer, updates) for optimizer, updates in pairs if updates is not None]
+
+
+def in_backward_of(params: Iterable[torch.Tensor]) -> list[tuple[Optimizer, Any]]:
+    """List those of them that update any of these parameters."""
+    own = {id(param) for param in params}
+    return [
+        (optimizer, updates)
+        for optimizer, updates in all_in_backward()
+        if any(id(param) in own for param in parameters_of(optimizer))
+    ]
 
 
 _num_updates = 0

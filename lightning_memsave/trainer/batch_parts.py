@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import map_tensors, merge_outputs
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.trainer.hooks import FreedGradients, GradientVersions, parameters_of
+from lightning_memsave.trainer.hooks import FreedGradients, GradientVersions
 from lightning_memsave.trainer.logged_values import LoggedValues
 from lightning_memsave.trainer.trainer import is_strategy
 

@@ -73,11 +73,6 @@ def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
     return next(filter(None, (owner_of(trainer, pl_module, hook) for hook in hooks)), "")
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """List the parameters of an optimizer, without a walk through the modules of its model."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 class GradientVersions:
     """Identities and versions of gradients, to detect changes without copying.
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.core.label_counts import known_count
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
+from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import Gradients, Results, run
@@ -67,8 +67,8 @@ def _is_most(num_counted: int, num_rows: int) -> bool:
     return 8 * num_counted >= 7 * num_rows
 
 
-# By weight, and by whether there are gradients: evaluation has other labels, and needs less memory.
-_COUNTED: Any = WeakIdKeyDictionary()
+# Of a weight, by whether there are gradients: evaluation has other labels, and needs less memory.
+_COUNTED = "_memsave_counted"
 
 
 def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | None:
@@ -82,7 +82,9 @@ def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | N
         return torch.nonzero_static(counted, size=num_counted).squeeze(1)
     tensors = (*operands.inputs, *operands.weights)
     has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    latest = _COUNTED.setdefault(operands.weights[0], {}).setdefault(has_backward, _Counted())
+    if own(operands.weights[0], _COUNTED) is None:
+        set_own(operands.weights[0], _COUNTED, {True: _Counted(), False: _Counted()})
+    latest: _Counted = own(operands.weights[0], _COUNTED)[has_backward]
     # What fake tensors know is known at once. What is computed again in backward must choose again
     # what it has chosen before, which only the labels themselves decide.
     if not is_fake(target) and not _may_be_repeated() and latest.takes_all(num_rows):
@@ -98,8 +100,8 @@ def _may_be_repeated() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-# Gradients computed in forward that wait for backward, by weight and weakly referenced.
-_READY: Any = WeakIdKeyDictionary()
+# Of a weight: gradients from forward that wait for backward, weakly, as their graph frees them.
+_READY = "_memsave_ready"
 
 
 def linear_cross_entropy(
@@ -252,13 +254,13 @@ def _trained_weights(call: Call, needs: tuple[bool, ...]) -> list[Tensor]:
 
 # A model that sums many losses would hold a gradient of the weight for each of them.
 def _is_ready(call: Call, needs: tuple[bool, ...]) -> bool:
-    refs = [_READY.get(weight) for weight in _trained_weights(call, needs)]
+    refs = [own(weight, _READY) for weight in _trained_weights(call, needs)]
     return any(ref is not None and ref() is not None for ref in refs)
 
 
 def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
     for weight in _trained_weights(call, needs):
-        _READY[weight] = weakref.ref(ready)
+        set_own(weight, _READY, weakref.ref(ready))
 
 
 def _twice() -> Problem:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     check_states,
@@ -225,7 +226,7 @@ class _PerParameterBits(_Base):
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
         # Own parameters only: a copy of this optimizer must not copy a frozen model.
-        own = {p for group in self.param_groups for p in group["params"]}
+        own = {*parameters_of(self)}
         kept["bits_by_param"] = {p: n for p, n in self.bits_by_param.items() if p in own}
         return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
 
@@ -278,7 +279,7 @@ class _PerParameterBits(_Base):
         p.data.copy_(p_float)
 
     def _page_all(self) -> None:
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in parameters_of(self):
             if p.device.type == "cpu" or p not in self.state:
                 continue
             for key in PAGED_STATES:
@@ -442,7 +443,7 @@ def build(
 ) -> torch.optim.Optimizer:
     """Construct the 8-bit optimizer, sharing the group dictionaries of another one."""
     import_bitsandbytes('optimizer="8bit"')
-    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    on_gpu = any(p.is_cuda for p in parameters_of(optimizer))
     why = (on_gpu and _find_lost_library()) or find_changed_names()
     if why:
         raise _unusable('optimizer="8bit"', why)

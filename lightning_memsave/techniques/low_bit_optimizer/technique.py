@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
@@ -263,7 +264,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
                     "Switch to 8 bits before the first step, or resume from a checkpoint.",
                 )
             )
-        if any(_is_dtensor(p) for group in target.param_groups for p in group["params"]):
+        if any(_is_dtensor(p) for p in parameters_of(target)):
             problems.append(
                 Problem(
                     f"`{name}` over DTensor parameters",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.low_precision_weights.fused_steps import is_fused, step_fused
@@ -78,7 +79,7 @@ class RoundedStep(StepOwner):
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
         """Update all that are in bfloat16 and have a gradient."""
-        params = (p for group in optimizer.param_groups for p in group["params"])
+        params = parameters_of(optimizer)
         own = [p for p in params if id(p) not in done and p.grad is not None and _is_rounded(p)]
         for param in own:
             bring(optimizer, [param])
@@ -232,5 +233,5 @@ def _widen_state(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 
 def _position(optimizer: Optimizer, param: nn.Parameter) -> int:
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = parameters_of(optimizer)
     return next(i for i, p in enumerate(params) if p is param)

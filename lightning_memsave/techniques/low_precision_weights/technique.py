@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
@@ -418,7 +419,7 @@ def _send_in_bfloat16(
 
 def describe_updates(optimizer: Optimizer, rounding: str) -> str:
     """Describe the updates of an optimizer over bfloat16 parameters in one line."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters_of(optimizer)
     num_rounded = sum(map(_is_rounded, params))
     return (
         f"{type(optimizer).__name__}: {num_rounded} of {len(params)} tensors updated in "
@@ -428,7 +429,7 @@ def describe_updates(optimizer: Optimizer, rounding: str) -> str:
 
 def rounds_any(optimizer: Optimizer) -> bool:
     """Return whether an optimizer trains a bfloat16 parameter."""
-    return any(_is_rounded(p) for group in optimizer.param_groups for p in group["params"])
+    return any(_is_rounded(p) for p in parameters_of(optimizer))
 
 
 def _is_rounded(param: nn.Parameter) -> bool:

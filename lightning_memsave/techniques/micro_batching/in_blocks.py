@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,13 @@ from lightning_memsave.core.blocks import (
     is_given_cache,
 )
 from lightning_memsave.core.nested import leaves_of, map_tensors
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    own,
+    patch_method,
+    previous_method,
+    set_own,
+)
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import (
@@ -28,6 +33,8 @@ from lightning_memsave.errors import (
 )
 from lightning_memsave.techniques.micro_batching.separability import tensors_in, why_not_separable
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+
+_CHUNKS = "_memsave_chunks"  # its copies run on whole batches
 
 
 @dataclass(frozen=True)
@@ -139,8 +146,7 @@ class BlockMicroBatching(Technique[nn.Module]):
             return Handle(target, (), [why_not])
         undo: list[Callable[[], Any]] = []
         for block in blocks:
-            _CHUNKS[block.module] = _Chunks(block.name, self.size)
-            undo.append(lambda module=block.module: _CHUNKS.pop(module, None))  # type: ignore[misc]
+            undo.append(set_own(block.module, _CHUNKS, _Chunks(block.name, self.size)))
             undo.append(patch_method(block.module, forward, is_outer=True))
         samples = f"{self.size} sample{'s' if self.size > 1 else ''}"
         return Handle(target, [f"{len(blocks)} blocks run on {samples} at a time"], (), undo)
@@ -224,12 +230,8 @@ class _Chunks:
             )
 
 
-# Not in the module: its copies run on whole batches, and pickles need nothing of ours.
-_CHUNKS: WeakKeyDictionary[nn.Module, _Chunks] = WeakKeyDictionary()
-
-
 def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run a block on a few samples at a time; replaces its ``forward``."""
     run = previous_method(block, "forward", is_outer=True)
-    chunks = None if torch.compiler.is_compiling() else _CHUNKS.get(block)
+    chunks = None if torch.compiler.is_compiling() else own(block, _CHUNKS)
     return run(*args, **kwargs) if chunks is None else chunks.run(block, run, args, kwargs)

@@ -16,7 +16,7 @@ from lightning_memsave.techniques.micro_batching.loop_proof import LoopProof
 from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
-from lightning_memsave.techniques.optimizer_step import all_in_backward
+from lightning_memsave.techniques.optimizer_step import all_in_backward, in_backward_of
 
 Step: TypeAlias = Callable[[Any], Tensor]
 """Function of a batch that returns its loss, a mean over samples or tokens."""
@@ -288,12 +288,7 @@ def _accumulating(module: nn.Module | None) -> Iterator[None]:
 def _updates_of(module: nn.Module | None) -> list[Any]:
     if module is None:
         return [updates for _, updates in all_in_backward()]
-    own = {id(param) for param in module.parameters()}
-    return [
-        updates
-        for optimizer, updates in all_in_backward()
-        if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
-    ]
+    return [updates for _, updates in in_backward_of(module.parameters())]
 
 
 def size_of_batches(value: Any) -> Any:

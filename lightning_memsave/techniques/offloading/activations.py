@@ -1,6 +1,5 @@
 """Keep in host memory what blocks save for the backward pass."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,14 +10,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.memory import is_fake
+from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.stashes import HostBuffers, Kept, Saved, Stash
 
-# By module, so that copies of a module save their own tensors as usual.
-_OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, OffloadedActivations]" = (
-    weakref.WeakKeyDictionary()
-)
+_OFFLOADED = "_memsave_offloaded_activations"
 _NO_TASK = -1
 
 
@@ -44,16 +41,12 @@ class OffloadedActivations:
         memory: HostMemory,
         *,
         min_bytes: int = 2**20,
-        num_kept: int = 1,
-        num_prefetched: int = 1,
     ) -> None:
         self._blocks = [weakref.ref(block.module) for block in blocks]
         self._copies_of = copies_of
         self._copies: dict[torch.device, Copies] = {}
         self._buffers = HostBuffers(memory)
         self._min_bytes = min_bytes
-        self._num_kept = num_kept
-        self._num_prefetched = num_prefetched
         self._hooks = (self._pack, self._unpack)
         self._running: tuple[nn.Module, saved_tensors_hooks] | None = None
         # Of the running block: its device, and storages that stay there.
@@ -76,9 +69,8 @@ class OffloadedActivations:
         for reference in self._blocks:
             module = reference()
             assert module is not None, "the caller holds the model"
-            _OFFLOADED[module] = self
             undo += [
-                functools.partial(_forget, module),
+                set_own(module, _OFFLOADED, self),
                 module.register_forward_pre_hook(_before_block).remove,
                 module.register_forward_hook(_after_block, always_call=True).remove,
             ]
@@ -102,7 +94,7 @@ class OffloadedActivations:
         hooks = saved_tensors_hooks(*self._hooks)
         hooks.__enter__()
         self._running = (module, hooks)
-        self._start_leaving(len(self._saved) - 1 - self._num_kept)
+        self._start_leaving(len(self._saved) - 2)
 
     def end(self, module: nn.Module) -> None:
         """Stop to save tensors."""
@@ -177,8 +169,7 @@ class OffloadedActivations:
             self._fetch([stash])
             tensor = saved.restore()
             if torch._C._current_graph_task_id() != _NO_TASK:
-                for place in range(stash.place - 1, stash.place - 1 - self._num_prefetched, -1):
-                    self._fetch(self._at(place))
+                self._fetch(self._at(stash.place - 1))
         return tensor
 
     def _at(self, place: int) -> Iterator[Stash]:
@@ -229,7 +220,7 @@ class OffloadedActivations:
 
     # Backward may take another way than back through the blocks: what came in vain leaves.
     def _forget_others(self, place: int) -> None:
-        near = range(place - self._num_prefetched, place + 1)
+        near = (place - 1, place)
         fetched = [(each, each()) for each in self._fetched]
         self._let_go([r for r, s in fetched if s is not None and s.place not in near], unused=True)
         self._fetched = [r for r, s in fetched if s is not None and s.flat is not None]
@@ -294,18 +285,14 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return isinstance(getattr(cast.next_functions[0][0], "variable", None), nn.Parameter)
 
 
-def _forget(module: nn.Module) -> None:
-    _OFFLOADED.pop(module, None)
-
-
 # Module-level functions, which copies of a module share without moving the original's tensors.
 def _before_block(module: nn.Module, _: object) -> None:
-    offloaded = None if torch.compiler.is_compiling() else _OFFLOADED.get(module)
+    offloaded = None if torch.compiler.is_compiling() else own(module, _OFFLOADED)
     if offloaded is not None:
         offloaded.begin(module)
 
 
 def _after_block(module: nn.Module, *_: object) -> None:
-    offloaded = None if torch.compiler.is_compiling() else _OFFLOADED.get(module)
+    offloaded = None if torch.compiler.is_compiling() else own(module, _OFFLOADED)
     if offloaded is not None:
         offloaded.end(module)

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
@@ -67,7 +68,7 @@ class HostUpdates(StepOwner):
         """Update what is on the host while the next step begins."""
         self._residence.leave()
         updated: set[int] = set()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = parameters_of(optimizer)
         if any(p.grad is not None for p in params):  # otherwise all are updated in backward
             self._residence.finish()
             with scaling_on_host(optimizer):
@@ -101,7 +102,7 @@ class HostUpdates(StepOwner):
         return future
 
     def _update(self, optimizer: Optimizer) -> set[int]:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = parameters_of(optimizer)
         if not updates_each_alone(optimizer):
             self._residence.wait()
             are_here = all(self._residence.part_of(param) is not None for param in params)
@@ -234,7 +235,7 @@ def _count_landing(number: int) -> None:
 def _unscale_landed(
     self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
-    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    gradients = (p.grad for p in parameters_of(optimizer))
     if inv_scale.is_cuda and any(each is not None and each.is_cpu for each in gradients):
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     return _unscale_at_once(self, optimizer, inv_scale, found_inf, allow_fp16)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.core.nested import map_tensors
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
 from lightning_memsave.techniques.offloading.copies import copies_for
@@ -211,7 +212,7 @@ class Residence:
     def _changed_by(self, optimizer: Optimizer) -> set[Part]:
         if optimizer in self.updated_by_parts:
             return set()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = parameters_of(optimizer)
         return {part for p in params if (part := self._part_of.get(id(p))) is not None}
 
     # Frozen parameters have no gradient to wait for, until somebody trains them.

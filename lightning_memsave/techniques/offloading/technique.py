@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors, find_blocks
 from lightning_memsave.core.memory import is_fake, on_cuda
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
@@ -30,8 +31,8 @@ from lightning_memsave.techniques.offloading.model_device import tell_device
 from lightning_memsave.techniques.offloading.module_hooks import move_with
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
-from lightning_memsave.techniques.optimizer_step import all_in_backward
-from lightning_memsave.techniques.residences import residence_of, residence_with
+from lightning_memsave.techniques.optimizer_step import in_backward_of
+from lightning_memsave.techniques.residences import residence_among, residence_of
 from lightning_memsave.units import format_bytes
 
 KINDS = ("optimizer", "parameters", "activations", "embeddings")
@@ -208,16 +209,14 @@ class Offloading(Technique[nn.Module]):
         if residence_of(target) is not None:
             what, why = f"`{type(target).__name__}`", "it is offloaded already"
             problems.append(Problem(what, why, "Call `handle.undo()` of the first one."))
-        own = {id(param) for param in target.parameters()}
         problems += [
             Problem(
                 f"`{type(optimizer).__name__}`",
                 "it updates parameters of this model in backward already, on the device",
                 "Apply `Offloading` before `OptimizerInBackward`.",
             )
-            for optimizer, _ in all_in_backward()
+            for optimizer, _ in in_backward_of(target.parameters())
             if self.has_weights
-            and any(id(p) in own for group in optimizer.param_groups for p in group["params"])
         ]
         compiled = [
             name or type(target).__name__
@@ -383,7 +382,7 @@ class Offloading(Technique[nn.Module]):
         """
         problems = wrapper_problems(optimizer)
         what = f"`{type(optimizer).__name__}`"
-        residence = _residence_of(optimizer)
+        residence = residence_among(parameters_of(optimizer))
         if residence is None:
             why, fix = "it trains no offloaded parameter", "Apply `Offloading` to its model first."
             problems.append(Problem(what, why, fix))
@@ -408,18 +407,12 @@ class Offloading(Technique[nn.Module]):
 
 def trains_offloaded(optimizer: Optimizer) -> bool:
     """Return whether an optimizer trains what is on the host."""
-    return _residence_of(optimizer) is not None
-
-
-def _residence_of(optimizer: Optimizer) -> Residence | None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = (residence_with(param) for param in params)
-    return next((each for each in found if each is not None), None)
+    return residence_among(parameters_of(optimizer)) is not None
 
 
 # LBFGS joins all gradients in one tensor, which can be on one device only.
 def _couples(optimizer: Optimizer, residence: Residence) -> bool:
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    params = [p for p in parameters_of(optimizer) if p.requires_grad]
     is_mixed = any(residence.part_of(param) is None for param in params)
     is_on_gpu = any(map(on_cuda, params)) or residence.device.type == "cuda"
     return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu

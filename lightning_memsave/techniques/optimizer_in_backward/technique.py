@@ -4,13 +4,14 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
@@ -20,10 +21,10 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import GradientU
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     ACTIVE_UPDATES,
-    all_in_backward,
+    in_backward_of,
     updates_each_alone,
 )
-from lightning_memsave.techniques.residences import residence_with
+from lightning_memsave.techniques.residences import residence_among
 from lightning_memsave.units import format_bytes
 
 _OF_MODULE = {
@@ -226,7 +227,7 @@ class OptimizerInBackward(Technique[Optimizer]):
         if wrapped := wrapper_problems(target):
             return wrapped
         problems = [*_problems_of_others(target), *_problems_of_processes()]
-        if self.clip_norm is not None and _residence_of(target) is not None:
+        if self.clip_norm is not None and residence_among(_trained(target)) is not None:
             problems.append(norm_problem(f"`clip_norm={self.clip_norm}`"))
         if not (self.trust_optimizer or updates_each_alone(target)):
             problems.append(
@@ -271,7 +272,7 @@ class OptimizerInBackward(Technique[Optimizer]):
         return handle
 
     def _apply(self, target: Optimizer) -> InBackwardHandle:
-        residence, group_bytes = _residence_of(target), self.group_bytes
+        residence, group_bytes = residence_among(_trained(target)), self.group_bytes
         if residence is not None:
             clips = (self.clip_value, self.clip_param_norm) != (None, None)
             updates: GradientUpdates = UpdatesInBackward(
@@ -299,7 +300,7 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
     """Describe the updates of an optimizer in backward and its gradient memory, in one line."""
     params, updates = _trained(optimizer), ACTIVE_UPDATES[optimizer]
     total = format_bytes(sum(p.nbytes for p in params))
-    is_on_host = _residence_of(optimizer) is not None
+    is_on_host = residence_among(_trained(optimizer)) is not None
     place = " on the host" if is_on_host else ""
     if adding_up:
         when = "after" if is_on_host else "in"
@@ -324,13 +325,8 @@ def norm_problem(what: str) -> Problem:
     )
 
 
-def _residence_of(optimizer: Optimizer) -> Any:
-    found = (residence_with(param) for param in _trained(optimizer))
-    return next((each for each in found if each is not None), None)
-
-
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 # bitsandbytes looks them up by position in the groups; our own optimizers ignore them.
@@ -359,13 +355,11 @@ def _problems_of_others(target: Optimizer) -> list[Problem]:
                 "Apply it once, or call `handle.undo()` first.",
             )
         ]
-    own = {id(p) for group in target.param_groups for p in group["params"]}
     return [
         Problem(
             f"`{name}`",
             f"it shares parameters with a `{type(other).__name__}` that updates them in backward",
             "Give each parameter to one optimizer.",
         )
-        for other, _ in all_in_backward()
-        if any(id(p) in own for group in other.param_groups for p in group["params"])
+        for other, _ in in_backward_of(parameters_of(target))
     ]
