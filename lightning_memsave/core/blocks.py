@@ -97,7 +97,6 @@ def owners_of(
 def as_selectors(
     selectors: BlockSelector | Sequence[BlockSelector],
 ) -> tuple[BlockSelector, ...]:
-    """Convert one or several selectors to a tuple."""
     several = (
         tuple(selectors)
         if isinstance(selectors, Sequence) and not isinstance(selectors, str)
@@ -177,7 +176,6 @@ def _outermost(named: dict[str, nn.Module], chosen: Iterable[str]) -> list[Block
 
 
 def is_given_cache(args: Any, kwargs: Any) -> bool:
-    """Return whether a block of Hugging Face is called with a key-value cache."""
     # Without an import of transformers there is no instance of its classes.
     cache_utils = sys.modules.get("transformers.cache_utils")
     return cache_utils is not None and any(

@@ -164,7 +164,6 @@ def counted_as(category: str) -> Iterator[None]:
 
 
 def category_in_context() -> str:
-    """Return the category inside `counted_as`; empty outside."""
     return _context.category
 
 
@@ -210,12 +209,10 @@ def mark_of(storage: UntypedStorage) -> str | None:
 
 
 def is_host(storage: UntypedStorage) -> bool:
-    """Return whether a storage was marked with `mark_as_host`."""
     return mark_of(storage) == HOST
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is a fake tensor."""
     # Without an import there is no instance.
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)

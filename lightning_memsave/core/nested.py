@@ -162,7 +162,6 @@ def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = fr
 
 
 def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
-    """List candidates for leaves that are shared by all samples."""
     leaves = [(path, value) for path, value in leaves_of(batch) if isinstance(value, Tensor)]
     sizes = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
     single = {path for path, leaf in leaves if leaf.ndim and leaf.shape[0] == 1 and len(sizes) > 1}

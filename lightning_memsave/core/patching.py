@@ -91,7 +91,6 @@ def set_own(owner: object, name: str, value: Any) -> Callable[[], None]:
 
 
 def own(owner: object, name: str) -> Any:
-    """Return what `set_own` has set on this object; ``None`` if nothing."""
     found = vars(owner).get(name)
     return found.value if isinstance(found, _Own) and found.owner_id == id(owner) else None
 
@@ -115,7 +114,6 @@ def previous_method(owner: object, name: str, *, is_outer: bool = False) -> Call
 
 
 def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
-    """Return whether an object is patched with this function now."""
     places = (function.__name__, _INSIDE.format(function.__name__))
     return any(_holds(owner, place, function) for place in places)
 

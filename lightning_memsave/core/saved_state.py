@@ -17,8 +17,6 @@ CONTAINERS = {
 
 
 class RandomState:
-    """States of the global random number generators."""
-
     def __init__(self, devices: set[torch.device], of_torch_only: bool = False) -> None:
         self._cpu = torch.get_rng_state()
         self._python = None if of_torch_only else random.getstate()
@@ -37,7 +35,6 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
     def has_changed(self) -> bool:
-        """Return whether random numbers have been drawn since."""
         return (
             self.has_changed_beside_torch()
             or not torch.equal(self._cpu, torch.get_rng_state())

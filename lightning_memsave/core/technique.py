@@ -238,7 +238,6 @@ class Technique(ABC, Generic[TargetT]):
 
 
 def settings_of(technique: Technique[Any]) -> dict[str, Any]:
-    """Give the settings of a technique that are not the defaults."""
     own = {f.name: f.default for f in fields(technique) if f.repr}  # type: ignore[arg-type]
     values = {name: getattr(technique, name) for name in own}
     return {name: value for name, value in values.items() if value != own[name]}

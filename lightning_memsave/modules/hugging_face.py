@@ -50,15 +50,12 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to create a model."""
-
     config: Any
     task: str
     weights: str | None = None
     model: Any = None
 
     def build(self) -> nn.Module:
-        """Create the Hugging Face model, in float32 and in training mode."""
         if self.model is not None:
             model = self.model
         elif self.weights is None:

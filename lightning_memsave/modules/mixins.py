@@ -180,7 +180,6 @@ class MemoryLoggingMixin(MemSaveMixin):
 
 
 def everything_off() -> dict[str, Any]:
-    """Return arguments of `MemSaveCallback` that disable everything."""
     return {"preset": "off"}
 
 

@@ -31,13 +31,11 @@ class WeightedMean(Metric):
         self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, count: Tensor) -> None:
-        """Add a batch with the mean ``value`` over ``count`` tokens or samples."""
         # In float32, because half-precision sums stop growing; 0 * NaN would be NaN.
         self.total += torch.where(count > 0, value.detach().float() * count, 0.0)
         self.count += count
 
     def compute(self) -> Tensor:
-        """Return the mean over all batches so far."""
         return self.total / self.count
 
 
@@ -45,7 +43,6 @@ class LossPerplexity(WeightedMean):
     """Perplexity as the exponential of the mean loss per token, without logits."""
 
     def compute(self) -> Tensor:
-        """Return the perplexity over all batches so far."""
         return super().compute().exp()
 
 
@@ -149,7 +146,6 @@ def make_scheduler(
 
 
 def make_metrics() -> nn.ModuleDict:
-    """Create the metrics, by the names under which they are logged."""
     metrics = nn.ModuleDict({"train_perplexity": LossPerplexity()})
     for stage in ("val", "test"):
         metrics[f"{stage}_loss"] = WeightedMean()

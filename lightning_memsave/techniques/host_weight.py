@@ -40,7 +40,6 @@ def asks_for_host_weights(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_asking(module: nn.Module) -> bool:
-    """Return whether the ``forward`` of a module asks for host weights itself."""
     return any(is_patched_with(module, function) for function in _ASKING)
 
 
@@ -48,12 +47,10 @@ _HOST = "_memsave_host_weight"
 
 
 def set_host_weight(host: HostWeight) -> Callable[[], None]:
-    """Let a weight be on the host."""
     return set_own(host.weight, _HOST, host)
 
 
 def host_weight_of(weight: Tensor) -> HostWeight | None:
-    """Return what moves a weight that is on the host; ``None`` for others."""
     found: HostWeight | None = own(weight, _HOST)
     return found
 

@@ -97,7 +97,6 @@ _NUMBERS: tuple[tuple[str, str, Callable[[float], bool], str], ...] = (
 
 
 def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
-    """Find the 8-bit form of an optimizer."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("bitsandbytes."):
         return f"`{name}` stays unchanged: it is a bitsandbytes optimizer already"
@@ -120,7 +119,6 @@ def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrapper_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Return a problem if `fabric.setup` has wrapped the optimizer."""
     if not type(optimizer).__module__.endswith("fabric.wrappers"):
         return []
     inner = type(optimizer.optimizer).__name__  # type: ignore[attr-defined]

@@ -176,7 +176,6 @@ def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
 
 
 def is_marked_rounded(param: torch.Tensor) -> bool:
-    """Return whether a parameter was marked as updated in float32."""
     return _ROUNDED in vars(param)
 
 
@@ -208,7 +207,6 @@ def around_step(
 def around_all_steps(
     before: Callable[..., None], after: Callable[..., None]
 ) -> list[Callable[[], None]]:
-    """Call functions before and after each step of each optimizer of the process."""
     return [
         register_optimizer_step_pre_hook(before).remove,
         register_optimizer_step_post_hook(after).remove,
@@ -250,7 +248,6 @@ _num_updates = 0
 
 
 def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-    """Update some parameters as ``optimizer.step()`` would, and no others."""
     global _num_updates  # noqa: PLW0603 - asked by each operator that a prediction records
     _num_updates += 1
     try:
@@ -293,7 +290,6 @@ def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
 
 
 def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """Find the group of a parameter."""
     found = _find(optimizer, param)
     if found is None:
         raise KeyError("the optimizer has no such parameter")
@@ -301,7 +297,6 @@ def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
 
 
 def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Return whether a parameter is in one of the optimizer's groups."""
     return _find(optimizer, param) is not None
 
 

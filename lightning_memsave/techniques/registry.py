@@ -113,7 +113,6 @@ FINAL = ("optimizer_in_backward",)  # not beside clipping of norms
 
 
 def entries() -> tuple[Entry, ...]:
-    """Return all entries, in order of application; they are undone in reverse."""
     return _ENTRIES
 
 
@@ -134,7 +133,6 @@ def frees_early(arguments: Mapping[str, Any]) -> bool:
 
 
 def values_of(preset: str) -> dict[str, Any]:
-    """Return the arguments that a preset sets, by name."""
     return {e.argument: None if preset == "off" else getattr(e, preset) for e in _ENTRIES}
 
 

@@ -49,7 +49,6 @@ class BatchParts:
     def __call__(
         self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
     ) -> None:
-        """Run one micro-batch."""
         assert self.logged is not None, "`start` was called"
         self.logged.start_part(weight, num_samples)
         result = self._run_step(part, is_last)
@@ -101,13 +100,11 @@ class BatchParts:
         return parameters_of(self._optimizer)
 
     def forget(self) -> None:
-        """Discard all results, as the batch will be repeated."""
         self._passed = []
         if self.logged is not None:
             self.logged.clear()
 
     def result(self) -> Any:
-        """Return the result of Lightning's closure for the whole batch."""
         results = [result for result, _, _ in self._passed]
         losses = [result.closure_loss for result in results if result.closure_loss is not None]
         if not losses:

@@ -172,7 +172,6 @@ class _Exchange:
 
 
 def _leaves(value: Any, kind: type) -> list[Any]:
-    """Return what lies in nested lists, tuples and dictionaries."""
     if type(value) is dict:
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -50,7 +50,6 @@ _OURS = ("lightning_memsave.", *(f"{package}." for package in PACKAGES))
 
 
 def has_foreign(one: Any, hook: str) -> bool:
-    """Return whether a module or callback overrides a hook, in its class or on the instance."""
     method = getattr(type(one), hook, None)
     is_inherited = method is None or getattr(method, "__module__", "").startswith(_OURS)
     return hook in vars(one) or not is_inherited
@@ -63,7 +62,6 @@ def owners_of(trainer: Any, pl_module: Any, hook: str) -> list[str]:
 
 
 def owner_of(trainer: Any, pl_module: Any, hook: str) -> str:
-    """Return the first override of a hook as in `owners_of`; empty if there is none."""
     return next(iter(owners_of(trainer, pl_module, hook)), "")
 
 
@@ -83,7 +81,6 @@ class GradientVersions:
         self._marks = [(p, grad := p.grad, _version(grad)) for p in parameters]
 
     def have_changed(self) -> bool:
-        """Return whether a gradient was replaced or changed since."""
         return any(p.grad is not grad or _version(grad) != seen for p, grad, seen in self._marks)
 
 

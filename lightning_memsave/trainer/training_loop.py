@@ -54,7 +54,6 @@ def pass_batches(
 
 
 def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManager[Any]]) -> Undo:
-    """Run each backward pass of training inside a context."""
     epoch_loop = trainer.fit_loop.epoch_loop
     given = vars(epoch_loop.automatic_optimization).get("around_backward", ())
     undo = _set(trainer, around_backward=(*given, context))
@@ -76,7 +75,6 @@ def around_step(trainer: Any, context: Callable[[], AbstractContextManager[Any]]
 
 
 def release_early(trainer: Any, *, gradients: bool, outputs: bool) -> Undo:
-    """Free tensors that are no longer needed."""
     return _set(trainer, frees_gradients=gradients, drops_outputs=outputs)
 
 
@@ -194,7 +192,6 @@ class _Loop:
     def run_backward(
         self, backward: Callable[[Tensor], Any], loss: Tensor, is_last: bool = True
     ) -> None:
-        """Run the backward pass of a batch or micro-batch."""
         with contextlib.ExitStack() as stack:
             for context in self.around_backward:
                 stack.enter_context(context(is_last and will_step(self.trainer)))

@@ -139,5 +139,4 @@ class _Packed:
         self._packed, self._unpack = packed, unpack
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Return the result."""
         return self._unpack(self._packed)

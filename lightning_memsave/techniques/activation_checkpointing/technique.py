@@ -49,13 +49,11 @@ def parts_of(blocks: Sequence[Block]) -> list[Block]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Sequential`` of four or more layers."""
     has_own_forward = type(module).forward is not nn.Sequential.forward
     return isinstance(module, nn.Sequential) and len(module) >= 4 and not has_own_forward
 
 
 def no_chain(model: nn.Module) -> Problem:
-    """Return the problem that a model has no chain to split into segments."""
     return Problem(
         '`activation_checkpointing="sqrt"`',
         f"`{type(model).__name__}` has no `nn.Sequential` of four or more layers to split",
@@ -64,7 +62,6 @@ def no_chain(model: nn.Module) -> Problem:
 
 
 def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
-    """Return a problem for each in-place layer inside blocks."""
     return [
         Problem(
             f"`{block.name}.{name}` has `inplace=True`",

@@ -45,7 +45,6 @@ class Gradients:
             self.bias = operands.bias.new_zeros(operands.bias.shape, dtype=wide)
 
     def add(self, chunk: "Chunk", factors: Tensor | None) -> None:
-        """Add the gradients of a chunk."""
         narrow = None
         if chunk.narrow is not None:
             narrow = self._to_narrow(chunk, chunk.narrow, factors)
@@ -91,8 +90,6 @@ class Gradients:
 
 
 class Results(NamedTuple):
-    """Results of `run`."""
-
     losses: Tensor
     """(M,)."""
     normalizers: Tensor | None
@@ -141,7 +138,6 @@ def run(
 
 
 def finish_losses(call: Call, losses: Tensor, log_totals: Tensor, sums: Tensor | None) -> None:
-    """Complete losses, in place."""
     counted = call.counted()
     losses += log_totals
     losses *= call.weights_of_rows(counted)
@@ -154,8 +150,6 @@ def finish_losses(call: Call, losses: Tensor, log_totals: Tensor, sums: Tensor |
 
 
 class Chunk(NamedTuple):
-    """A chunk of rows of logits."""
-
     place: slice
     """Slice of the M rows."""
     logits: Tensor
@@ -281,5 +275,4 @@ def _sum_of_classes(logits: Tensor, call: Call) -> Tensor:
 
 
 def sum_of_weights(call: Call) -> Tensor | int:
-    """Return the sum of the weights of all classes."""
     return call.num_classes if call.class_weight is None else call.class_weight.sum()

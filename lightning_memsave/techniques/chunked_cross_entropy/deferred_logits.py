@@ -107,11 +107,9 @@ class DeferredLogits(Deferred):
 
     @property
     def deferred_input(self) -> Tensor:
-        """The input of the layer."""
         return self.part.product.operands.inputs[0]
 
     def computed(self) -> Tensor:
-        """Return the materialized logits."""
         return _ordinary(self)
 
     @classmethod
@@ -156,8 +154,6 @@ def defer(product: Product) -> Tensor:
 
 
 class _Deferred(torch.autograd.Function):
-    """Node of deferred logits in the autograd graph."""
-
     @staticmethod
     def forward(ctx: Any, part: Part, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)

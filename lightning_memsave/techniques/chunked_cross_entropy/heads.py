@@ -19,7 +19,6 @@ MIN_CLASSES = 1024
 def find_heads(
     model: nn.Module, selectors: Sequence[BlockSelector] | None
 ) -> tuple[list[Block], list[str]]:
-    """Find the heads of a model."""
     named = dict(model.named_modules())
     if selectors is not None:
         predicates = [_predicate(selector) for selector in selectors]
@@ -94,7 +93,6 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Return whether a module is a Hugging Face model."""
     utils = sys.modules.get("transformers.modeling_utils")
     return utils is not None and isinstance(module, utils.PreTrainedModel)
 

@@ -45,7 +45,6 @@ class _Counted:
         return _is_most(int(self._num_counted), self._num_rows)
 
     def note(self, counted: Tensor | int, num_rows: int) -> None:
-        """Remember a call."""
         self._num_rows, self._event = num_rows, None
         if isinstance(counted, int):
             self._num_counted = counted

@@ -28,7 +28,6 @@ class Layout:
 
     @classmethod
     def of_whole(cls, lead: tuple[int, ...], num_classes: int) -> "Layout":
-        """Return the layout of the output of a layer."""
         meta = torch.empty((*lead, num_classes), device="meta")
         return cls(tuple(meta.shape), tuple(meta.stride()), 0, math.prod(lead), num_classes)
 
@@ -62,12 +61,10 @@ class Layout:
         return slice(start, start + self.size[dim])
 
     def to_meta(self, dtype: torch.dtype) -> Tensor:
-        """Make a meta tensor with this layout."""
         matrix = torch.empty(self.num_rows * self.num_classes, dtype=dtype, device="meta")
         return matrix.as_strided(self.size, self.stride, self.offset)
 
     def of_view(self, view: Tensor) -> "Layout":
-        """Return the layout of a view of the tensor from `to_meta`."""
         size, stride, offset = tuple(view.shape), tuple(view.stride()), view.storage_offset()
         return Layout(size, stride, int(offset), self.num_rows, self.num_classes, self.copied)
 
@@ -125,13 +122,11 @@ class Product:
         note_product(self)
 
     def whole(self) -> "Part":
-        """Return the part for the whole output."""
         lead, num_classes = self.operands.inputs[0].shape[:-1], self.operands.num_classes
         layout = Layout.of_whole(lead, num_classes)
         return Part(self, layout, self.dtype, requires_grad=self.has_graph)
 
     def flat_operands(self, part: "Part") -> Operands:
-        """Return the operands as matrices, with the scale, shift and classes of a part."""
         (scale, shift), classes = part.affine, part.layout.classes
         inputs = tuple(x.reshape(-1, x.shape[-1]) for x in self.operands.inputs)
         bias = self.operands.bias
@@ -141,13 +136,11 @@ class Product:
         return replace(new, scale=scale, shift=shift, classes=classes)
 
     def tensors(self) -> list[Tensor]:
-        """Return the operands as a list: inputs, weights and bias."""
         operands = self.operands
         found = (*operands.inputs, *operands.weights, operands.bias)
         return [tensor for tensor in found if tensor is not None]
 
     def compute(self, tensors: list[Tensor] | None = None) -> Tensor:
-        """Compute the output as the layer does."""
         self.check_unchanged()
         dtype, num = self.operands.autocast_dtype, len(self.operands.inputs)
         tensors = self.tensors() if tensors is None else tensors
@@ -176,8 +169,6 @@ class Product:
 
 @dataclass
 class HeadSettings:
-    """Settings and state of a head."""
-
     name: str
     chunk_size: int | None = None
     has_warned: bool = False
@@ -213,7 +204,6 @@ class Part:
         product.parts.add(self)
 
     def compute(self) -> Tensor:
-        """Materialize it, once; the tensor has the graph that it would have had."""
         if self.computed is None:
             # With the grad mode of its creation, not the current one.
             is_inference = self.product.operands.inputs[0].is_inference()

@@ -23,7 +23,6 @@ _NODES = "_memsave_nodes"
 
 
 def can_share(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether a module is a plain embedding with this weight of a head."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward

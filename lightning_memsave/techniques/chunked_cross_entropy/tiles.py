@@ -26,7 +26,6 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
 
 
 def tiled_losses(call: Call) -> Results:
-    """Compute the losses of rows, and the normalizers for their gradients."""
     # A target that is no class leaves NaN.
     losses = call.target.new_full((len(call.target),), math.nan, dtype=call.operands.wide_dtype)
     largest, totals = torch.full_like(losses, -math.inf), torch.zeros_like(losses)
@@ -88,7 +87,6 @@ class TiledGradients:
         self._bias = None if bias is None or not needs[-1] else torch.empty_like(bias)
 
     def run(self, normalizers: Tensor, coefficients: Tensor) -> list[Tensor | None]:
-        """Compute the gradients."""
         call = self._call
         if self._is_scaled:
             coefficients = coefficients * self._scale

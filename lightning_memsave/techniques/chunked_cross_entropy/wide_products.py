@@ -22,7 +22,6 @@ _MIN_TILE = 512
 def compute_logits(
     logits: Tensor, parts: list[Tensor], weights: list[Tensor], bias: Tensor | None
 ) -> None:
-    """Compute ``sum(parts[i] @ weights[i].T) + bias``."""
     for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if part.dtype != logits.dtype:
             _add_low_precision_product(logits, part, weight.t(), is_first=i == 0)

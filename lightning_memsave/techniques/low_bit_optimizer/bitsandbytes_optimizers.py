@@ -119,14 +119,12 @@ class _PerParameterBits(_Base):
     page_mng: Any
 
     def uses_8bit(self, param: torch.Tensor) -> bool:
-        """Return whether the state of this parameter has 8 bits."""
         if param.numel() < self.min_8bit_size:
             return False
         # Parameters from `add_param_group` are not in the table.
         return self.bits_by_param.get(param, 8 if param.ndim > 1 else 32) == 8
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters and return the result of the closure."""
         self._opt_called = True
         loss = None
         if closure is not None:
@@ -168,7 +166,6 @@ class _PerParameterBits(_Base):
     def init_state(
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
-        """Allocate the state of one parameter."""
         # The kernels assume contiguous memory; the state gets the parameter's strides.
         p.data = p.data.contiguous()
         super().init_state(group, p, group_index, param_index)  # type: ignore[misc]
@@ -176,7 +173,6 @@ class _PerParameterBits(_Base):
     def update_step(
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
-        """Update one parameter."""
         _check_gradient(p)
         if self._lacks_kernel(p):
             self._update_in_float32(group, p, group_index, param_index)
@@ -421,7 +417,6 @@ def _try_step() -> str | None:
 
 @functools.cache
 def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_PerParameterBits]:
-    """Create the class of an 8-bit optimizer."""
     base = getattr(import_bitsandbytes('optimizer="8bit"').optim, class_name)
     namespace = {
         "__module__": __name__,
@@ -441,7 +436,6 @@ def build(
     paged: bool,
     shown_name: str,
 ) -> torch.optim.Optimizer:
-    """Construct the 8-bit optimizer, sharing the group dictionaries of another one."""
     import_bitsandbytes('optimizer="8bit"')
     on_gpu = any(p.is_cuda for p in parameters_of(optimizer))
     why = (on_gpu and _find_lost_library()) or find_changed_names()

@@ -348,7 +348,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         )
 
     def _kind_for(self, target: torch.optim.Optimizer) -> Kind | str:
-        """Return the kind that replaces the target, or why it stays unchanged."""
         found = find_kind(target)
         named = named_kind(self.optimizer)
         is_done = is_low_bit(target) or type(target).__module__.startswith("bitsandbytes.")
@@ -381,7 +380,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
 
 
 def _why_not_replaced(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why an optimizer cannot be replaced by one of another kind."""
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), float | int):
             return "its learning rate is not a number"

@@ -79,7 +79,6 @@ def _is_of_hugging_face(layer: nn.Module) -> bool:
 
 
 def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-    """Accumulate the gradients of bfloat16 parameters in float32 from now on."""
     chosen = [p for p in params if p.dtype is torch.bfloat16]
     refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
 

@@ -31,8 +31,6 @@ for _name in ("rounded_adam", "rounded_adam_8bit"):
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step of Adam."""
-
     decay: float
     coupled: float
     beta1: float
@@ -258,7 +256,6 @@ def _is_adam(optimizer: Optimizer) -> bool:
 
 
 def is_fused(optimizer: Any, group: Mapping[str, Any], param: nn.Parameter) -> bool:
-    """Return whether a parameter on a GPU is updated by one kernel."""
     if not on_cuda(param):
         return False
     state, grad = optimizer.state[param], param.grad

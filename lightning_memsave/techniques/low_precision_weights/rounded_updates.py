@@ -72,13 +72,10 @@ _TORCH = "torch.optim."
 
 @dataclass(frozen=True)
 class RoundedStep(StepOwner):
-    """Updates parameters in bfloat16 one by one in float32."""
-
     rounding: str
     order: ClassVar[int] = 2
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
-        """Update all that are in bfloat16 and have a gradient."""
         params = parameters_of(optimizer)
         own = [p for p in params if id(p) not in done and p.grad is not None and _is_rounded(p)]
         for param in own:
@@ -88,7 +85,6 @@ class RoundedStep(StepOwner):
 
     @torch.no_grad()
     def update_some(self, optimizer: Optimizer, params: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Update those of some parameters that are in bfloat16."""
         for param in filter(_is_rounded, params):
             self._update(optimizer, param)
         return [param for param in params if not _is_rounded(param)]
@@ -152,7 +148,6 @@ def _weights(param: nn.Parameter, rest: Tensor | None, seed: int, *, is_flat: bo
 
 
 def install(optimizer: Optimizer, owner: RoundedStep) -> Callable[[], None]:
-    """Let an optimizer and its copies round their updates."""
     undo = [own_step(optimizer, owner)]
     undo += [patch_method(optimizer, globals()[name]) for name in _PATCHED]
     return functools.partial(undo_all, undo)
@@ -209,7 +204,6 @@ def _restore(state: dict[str, Any], saved: Mapping[str, Any], param: Tensor) -> 
 
 
 def _prepare_state(optimizer: Any, param: nn.Parameter) -> None:
-    """Convert the state of a bfloat16 parameter to that of a float32 one."""
     state = optimizer.state[param]
     if hasattr(optimizer, "init_state"):  # bitsandbytes chooses the bits by the parameter
         if not state:

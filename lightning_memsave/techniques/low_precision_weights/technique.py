@@ -50,7 +50,6 @@ _KEPT = (*_RULES, *_LAYERS)
 
 
 def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Parameter, str]:
-    """Decide for each parameter whether it is converted to bfloat16."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -75,7 +74,6 @@ def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Pa
 
 
 def describe_left(reasons: dict[nn.Parameter, str]) -> str:
-    """Summarize the parameters that are not converted."""
     counts = sorted(Counter(why for why in reasons.values() if why).items())
     kept = ", ".join(f"{n} {why}" for why, n in counts if why in _KEPT)
     others = ", ".join(f"{n} {why}" for why, n in counts if why not in _KEPT)
@@ -84,7 +82,6 @@ def describe_left(reasons: dict[nn.Parameter, str]) -> str:
 
 
 def is_lazy(param: Tensor) -> bool:
-    """Return whether a parameter is lazy: without a shape before the first forward pass."""
     return isinstance(param, UninitializedParameter)
 
 
@@ -418,7 +415,6 @@ def _send_in_bfloat16(
 
 
 def describe_updates(optimizer: Optimizer, rounding: str) -> str:
-    """Describe the updates of an optimizer over bfloat16 parameters in one line."""
     params = parameters_of(optimizer)
     num_rounded = sum(map(_is_rounded, params))
     return (
@@ -428,7 +424,6 @@ def describe_updates(optimizer: Optimizer, rounding: str) -> str:
 
 
 def rounds_any(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer trains a bfloat16 parameter."""
     return any(_is_rounded(p) for p in parameters_of(optimizer))
 
 

@@ -153,7 +153,6 @@ class BlockMicroBatching(Technique[nn.Module]):
 
 
 def compiled_problem(name: str) -> Problem:
-    """Return the problem that a module is compiled."""
     return Problem(
         f"`{name}`",
         "it is compiled, for batches of one size",
@@ -163,8 +162,6 @@ def compiled_problem(name: str) -> Problem:
 
 @dataclass
 class _Chunks:
-    """How the batches of a block are split."""
-
     name: str
     size: int
     # By form of the arguments: of each tensor, whether its first dimension is the batch. A form

@@ -66,8 +66,6 @@ _REFUSED, _OPEN, _PROVEN = range(3)
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of a proof."""
-
     weightings: tuple[Weighting, ...] = ()
     whole: Whole = frozenset()
     reason: str = ""
@@ -89,8 +87,6 @@ class Room(Protocol):
 
 @dataclass(frozen=True)
 class LossCheck:
-    """Inputs of a proof."""
-
     compute_loss: ComputeLoss
     batch: Any
     module: nn.Module
@@ -103,7 +99,6 @@ class LossCheck:
     room: Room | None = None
 
     def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
-        """List the weightings that the loss may have."""
         if self.known is not None:
             return list(self.known.weightings)
         extra = () if seen is None else (seen.ignored, seen.class_weights)

@@ -44,7 +44,6 @@ def weightings_of(
     ignored: Iterable[int] = (),
     class_weights: Sequence[Tensor] = (),
 ) -> list[Weighting]:
-    """List the weightings that the loss of a batch may have."""
     if callable(loss_weight):
         return [Weighting("weighted by `loss_weight`", loss_weight, is_own=True)]
     samples = Weighting("weighted by samples", lambda part: count_samples(part, whole))

@@ -162,7 +162,6 @@ class MicroBatchRunner:
         self.weightings, self.whole = weightings, whole
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
-        """Split a batch into micro-batches."""
         if self.size is not None and self.prove is not None and not self.weightings:
             self.prove(batch)
         if self.size is None or self.splitting is Splitting.UNPROVEN:

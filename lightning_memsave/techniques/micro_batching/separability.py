@@ -193,7 +193,6 @@ class _State:
         }
 
     def restore(self) -> None:
-        """Restore all of it."""
         for param, data in self._data:
             param.data = data
         self._state.restore()

@@ -152,7 +152,6 @@ class KnownChanges:
         return state
 
     def learn(self) -> None:
-        """Find what a step has changed, if it was watched, when it has passed."""
         before, self._watched = self._watched, None
         if before is None:
             return
@@ -308,11 +307,9 @@ class ModuleState:
         self._random = RandomState(devices_of(module))
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's storage belongs to the module or the batch."""
         return key_of(tensor) in self._storages
 
     def save_before_write(self, tensor: Tensor) -> None:
-        """Save the values of a tensor that is about to be written to."""
         key = key_of(tensor)
         if key in self._storages and key not in self._saved:
             self._saved[key] = self._storages[key].clone()
@@ -342,11 +339,9 @@ class ModuleState:
         }
 
     def has_changed(self) -> bool:
-        """Return whether a tensor was written to or a container was changed."""
         return bool(self._saved) or not all(is_same(*pair) for pair in self._containers)
 
     def restore(self) -> None:
-        """Restore everything."""
         for key, values in self._saved.items():
             self._storages[key].copy_(values)
         for param, _ in self._trained:  # where it is offloaded, the device has other values
@@ -361,7 +356,6 @@ class ModuleState:
         self.restore_random()
 
     def restore_random(self) -> None:
-        """Restore random states."""
         for generator, state in self._generators:
             set_generator(generator, state)
         self._random.restore()
@@ -391,7 +385,6 @@ class ModuleState:
 
 @contextlib.contextmanager
 def batch_norm_on_running_statistics(module: nn.Module) -> Iterator[None]:
-    """Let batch normalisation use running statistics, so that samples are independent."""
     norms = [m for m in module.modules() if isinstance(m, _BATCH_NORM) and m.training]
     for norm in norms:
         norm.training = False

@@ -64,7 +64,6 @@ class OffloadedActivations:
         return self._buffers.num_bytes
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks."""
         undo: list[Callable[[], None]] = [self._stop]
         for reference in self._blocks:
             module = reference()
@@ -97,7 +96,6 @@ class OffloadedActivations:
         self._start_leaving(len(self._saved) - 2)
 
     def end(self, module: nn.Module) -> None:
-        """Stop to save tensors."""
         if self._running is None or self._running[0] is not module:
             return
         self._running[1].__exit__()

@@ -154,11 +154,9 @@ class StreamCopies(Copies):
     def allocate(
         self, forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> list[Tensor]:
-        """Allocate memory on the device for tensors that are copied together: one piece."""
         return empty_like_all(forms, dtypes, device)[1]
 
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
-        """Start to copy tensors to the device."""
         event = self._last_up = self._run_on(self._up, targets, sources)
 
         def wait() -> None:
@@ -168,7 +166,6 @@ class StreamCopies(Copies):
         return wait
 
     def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
-        """Copy a tensor to the host; the result is there after `finish`."""
         num_bytes = aligned(source.nbytes)
         waiting_bytes = sum(aligned(each.source.nbytes) for each in self._waiting)
         if waiting_bytes + num_bytes > _PIECE_BYTES:
@@ -183,24 +180,20 @@ class StreamCopies(Copies):
 
     # Putting together needs the memory twice: not of several blocks at once.
     def begin_group(self, group: object) -> None:
-        """Send what waits if it belongs to another group."""
         if id(group) != self._group:
             self._send_waiting()
             self._group = id(group)
 
     def land(self) -> None:
-        """Wait until what `to_host` copies as it is has come."""
         self._send_waiting()
         self._wait_for_down()
 
     def finish(self) -> None:
-        """Wait until all copies are done."""
         self.land()
         self._held.clear()
         wait_for(self._landings)
 
     def let_go(self) -> None:
-        """Let later computations wait for the copies to the host, in the place of the host."""
         self._send_waiting()
         self._let_go(_MAX_HELD_BYTES)
         landed = [*takewhile(Future.done, self._landings)]
@@ -209,7 +202,6 @@ class StreamCopies(Copies):
 
     # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
     def landing(self) -> Callable[[], None]:
-        """Return a function that lets the host's thread wait for what `to_host` has begun."""
         self._send_waiting()
         event = self._last_down
         return _nothing_to_wait_for if event is None else event.synchronize
@@ -217,12 +209,10 @@ class StreamCopies(Copies):
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """Start to copy tensors to the host, as they are."""
         event = self._run_down(targets, sources)
         return lambda: self._let_computation_wait(event)
 
     def synchronize(self) -> None:
-        """Wait on the host until the device has done all copies."""
         self.land()
         if self._last_up is not None:
             self._last_up.synchronize()

@@ -44,14 +44,12 @@ class HostTable(HostWeight):
         self._node: Any = None  # it holds the weight, but the weight does not hold it
 
     def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up rows, up to date."""
         self._begin()
         apply: Any = _LookUp.apply  # untyped in torch
         rows: Tensor = apply(self, embedding, self.weight, ids)
         return rows
 
     def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
-        """Bring tiles of rows to the device, the next one while one is used."""
         self._begin()
         copies, host = self.residence.copies, self.weight.data
         num = max(place.stop - place.start for place in places)
@@ -74,7 +72,6 @@ class HostTable(HostWeight):
                 wait()
 
     def add_gradient(self, place: slice, gradient: Tensor) -> None:
-        """Add the gradient of a tile to that of the weight; call it in backward."""
         if not self._is_wanted():
             return
         copies, (whole, has_gradient) = self.residence.copies, self._opened()
@@ -212,7 +209,6 @@ def _like_on_host(like: Tensor) -> Tensor:
 
 
 def look_up_on_host(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
-    """Let the embeddings of a model look up what stays on the host."""
     undo: list[Callable[[], None]] = []
     for part in residence.tables:
         table = HostTable(residence, part)

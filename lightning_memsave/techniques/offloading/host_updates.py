@@ -48,7 +48,6 @@ class HostUpdates(StepOwner):
         self._residence = residence
 
     def start(self) -> list[Callable[[], None]]:
-        """Own the optimizer's step."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
         self._residence.updated_by_parts[optimizer] = self
@@ -84,7 +83,6 @@ class HostUpdates(StepOwner):
     def submit(
         self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
     ) -> "Future[None]":
-        """Update some parameters of a part in the background."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
         part.take_back()
@@ -122,8 +120,6 @@ class HostUpdates(StepOwner):
         return {id(param) for found in gradients.values() for param in found}
 
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Update all parameters at once, by a step that may run several passes."""
-
         def evaluate() -> Any:
             with counted_as(""), torch.enable_grad():
                 loss = closure()
@@ -242,7 +238,6 @@ def _unscale_landed(
 
 
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
-    """Return what updates an optimizer's parameters on the host; ``None`` if nothing does."""
     owners = owners_of(optimizer)
     return next((each for each in owners if isinstance(each, HostUpdates)), None)
 

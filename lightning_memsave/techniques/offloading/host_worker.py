@@ -33,7 +33,6 @@ class HostWorker:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> "Future[None]":
-        """Run a function after those before it."""
         done: Future[None] = Future()
         with self._changed:
             self._waiting.append((work, done))

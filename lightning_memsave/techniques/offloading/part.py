@@ -24,8 +24,6 @@ _Versions = tuple[int, list[tuple[int, int]]]
 
 
 class Place(Enum):
-    """Where the parameters of a part are."""
-
     HOST = auto()
     SENT = auto()  # on the host, with copies on the device or on their way there
     DEVICE = auto()
@@ -57,8 +55,6 @@ _FINDINGS = {
 
 
 class Stored(Enum):
-    """How weights are kept on the host."""
-
     WHOLE = auto()
     HALVES = auto()  # those that are split
 
@@ -108,7 +104,6 @@ class Part:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the parameters are on the device."""
         return self._place in (Place.DEVICE, Place.TAKEN_BACK)
 
     def _move(self, place: Place) -> None:
@@ -116,7 +111,6 @@ class Part:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update runs in the background."""
         # In a prediction for CUDA until somebody waits: an update takes longer than launches do.
         if self._updates and is_fake(self.params[0]) and on_cuda(self.params[0]):
             return True
@@ -133,11 +127,9 @@ class Part:
         return self._versions() == self._converted
 
     def weight_of(self, param: Tensor) -> Tensor:
-        """Return the weight on the host."""
         return self._weights[self._positions[id(param)]]
 
     def is_split(self, param: Tensor) -> bool:
-        """Return whether a weight is kept in two halves."""
         return self._positions[id(param)] in self._are_split
 
     def updated_memory_of(self, param: Tensor) -> Tensor:
@@ -146,7 +138,6 @@ class Part:
         return self._to_send[index] if index in self._are_split else self._weights[index]
 
     def access_to(self, param: Tensor, *, is_flat: bool) -> Weights:
-        """Give access to a weight for an update of a part of it."""
         memory, index = self.updated_memory_of(param), self._positions[id(param)]
         memory = memory.view(-1) if is_flat else memory
         if index not in self._are_split:
@@ -163,7 +154,6 @@ class Part:
         return form if dtype is None else torch.empty_like(form, dtype=dtype)
 
     def device_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the type of the copy on the device."""
         return self._dtypes[self._positions[id(param)]]
 
     # Data on another device gets another AccumulateGrad node, and each node calls the hooks.
@@ -174,7 +164,6 @@ class Part:
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
     ) -> None:
-        """Choose the type of the copy on the device."""
         self.join()
         index = self._positions[id(param)]
         self._dtypes[index] = dtype
@@ -224,7 +213,6 @@ class Part:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def send(self, copies: Copies, device: torch.device) -> None:
-        """Start to copy weights to the device if they have changed."""
         self.wait()
         self._adopt()
         if self._on_device and self._versions() == self._sent:
@@ -248,7 +236,6 @@ class Part:
         return [found[index] for index in range(len(order))]
 
     def enter(self, copies: Copies, device: torch.device) -> None:
-        """Let the parameters be on the device."""
         if self.is_on_device:
             return
         self.send(copies, device)
@@ -267,7 +254,6 @@ class Part:
         self.gradients.watch()
 
     def leave(self) -> None:
-        """Let the parameters be on the host again."""
         if not self.is_on_device:
             return
         self.take_back()
@@ -333,7 +319,6 @@ class Part:
         self._move(Place.HOST)
 
     def convert(self, changed: Iterable[Tensor] | None = None) -> None:
-        """Convert weights that have changed to the types of the device."""
         versions = self._versions()
         if versions == self._converted:
             return
@@ -353,7 +338,6 @@ class Part:
         self._converted = self._versions()
 
     def keep_halves(self) -> None:
-        """Keep weights that were joined in two halves again."""
         if self._are_split and self._stored is Stored.WHOLE:
             self.convert()
 

@@ -103,12 +103,10 @@ class Residence:
         return [*self.tables, *self.parts]
 
     def start(self) -> list[Callable[[], None]]:
-        """Watch gradients and optimizers."""
         self._watch_trained()
         return [self._stop_watching, *self._watch_steps()]
 
     def is_block(self, module: nn.Module) -> bool:
-        """Return whether a module is one of the blocks."""
         return module in self._by_block
 
     def part_of(self, param: Tensor) -> Part | None:
@@ -116,7 +114,6 @@ class Residence:
         return self._part_of.get(id(param))
 
     def names_of(self, params: Iterable[Tensor]) -> str:
-        """Return the names of parameters, for messages."""
         model, chosen = self._model(), {id(param) for param in params}
         named = [] if model is None else model.named_parameters()
         return ", ".join(f"`{name}`" for name, param in named if id(param) in chosen)
@@ -156,7 +153,6 @@ class Residence:
             part.num_uses = 0
 
     def finish(self) -> None:
-        """Finish all updates, and let all parameters be on the host."""
         self.leave()
         self.copies.synchronize()  # the device may still read weights for what it computes late
         failed = []
@@ -242,7 +238,6 @@ class Residence:
 
     @torch.no_grad()
     def receive(self, param: nn.Parameter) -> None:
-        """Move a gradient to the host that backward has computed."""
         part = self._part_of[id(param)]
         if part in self.tables:
             self._note_gradients()
@@ -309,7 +304,6 @@ class Residence:
             self._came.append(part)
 
     def leave_block(self, block: nn.Module, output: Any) -> Any:
-        """Let the parameters of a block be on the host until its backward pass."""
         part = self._by_block[block]
         if torch.is_grad_enabled() and part.is_streamed:
             map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
@@ -358,7 +352,6 @@ class Residence:
                 part.gradients.forget()
 
     def end(self) -> None:
-        """Note that it ends."""
         self._depth = max(0, self._depth - 1)
         self._leave_unless_used()
 
@@ -376,7 +369,6 @@ class Residence:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Hide the offloaded parameters from the model."""
         model = self._model()
         assert model is not None, "one of its methods runs"
         hidden = [
@@ -394,7 +386,6 @@ class Residence:
                 setattr(module, name, param)  # as recurrent layers have a list of them besides
 
     def follow(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Follow the model to another device."""
         some = next(param for part in self.all_parts for param in part.params)
         # Where it is, as `float` leaves it there; but nothing can be moved from `meta`.
         device = torch.device("cpu") if self.device.type == "meta" else self.device

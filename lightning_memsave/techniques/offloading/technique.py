@@ -46,8 +46,6 @@ _NUMBERS = (
 
 
 class OffloadingHandle(Handle[nn.Module]):
-    """The handle of ``Offloading.apply``."""
-
     residence: Residence | None = None
     """What moves the parameters; ``None`` if there are none."""
     memory: HostMemory
@@ -406,7 +404,6 @@ class Offloading(Technique[nn.Module]):
 
 
 def trains_offloaded(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer trains what is on the host."""
     return residence_among(parameters_of(optimizer)) is not None
 
 
@@ -419,7 +416,6 @@ def _couples(optimizer: Optimizer, residence: Residence) -> bool:
 
 
 def compiled_problem(name: str) -> Problem:
-    """Return the problem that a module is compiled."""
     return Problem(
         f"`{name}`",
         "it is compiled, and its graph holds on to the memory of its parameters",

@@ -43,11 +43,9 @@ class HeldGradients:
         return param in self._gradients
 
     def is_on_host(self, param: nn.Parameter) -> bool:
-        """Return whether the gradient of a parameter waits on the host."""
         return isinstance(self._gradients.get(param), _HostCopy)
 
     def clear(self) -> None:
-        """Discard all gradients."""
         self._let_go()
         self._gradients.clear()
         self._norms.clear()
@@ -61,7 +59,6 @@ class HeldGradients:
         self._memory = _HostMemory()
 
     def take(self, params: list[nn.Parameter]) -> None:
-        """Take the gradients of some parameters of one device."""
         grads = [param.grad for param in params if param.grad is not None]
         assert len(grads) == len(params), "hooks run when there is a gradient"
         self._norms.update(zip(params, _norms(grads), strict=True))
@@ -97,7 +94,6 @@ class HeldGradients:
             yield self._place(*ready)
 
     def find_norm(self, params: list[nn.Parameter]) -> None:
-        """Compute the total norm of all gradients, as ``clip_grad_norm_`` does."""
         if not params:
             return
         kinds: dict[Any, list[nn.Parameter]] = {}  # in the order in which torch sums them

@@ -75,7 +75,6 @@ class UpdatesInBackward(GradientUpdates):
         self._open: _Open | None = None
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks; returns functions that remove them."""
         residence = self._residence()
         assert residence is not None, "the caller holds the model"
         residence.takers.add(self)
@@ -88,13 +87,11 @@ class UpdatesInBackward(GradientUpdates):
 
     @property
     def bytes_at_a_time(self) -> int:
-        """Bytes of host memory for gradients."""
         of_slabs = _NUM_SLABS * self._slab_bytes()  # 0 with tables alone
         return of_slabs or super().bytes_at_a_time
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, part: Part) -> bool:
-        """Take a complete gradient."""
         optimizer, residence, grad = self._optimizer(), self._residence(), param.grad
         is_own = optimizer is not None and owns(optimizer, param)
         if not is_own or self.is_accumulating or part.sums_gradients_of(param):

@@ -297,7 +297,6 @@ class OptimizerInBackward(Technique[Optimizer]):
 
 
 def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
-    """Describe the updates of an optimizer in backward and its gradient memory, in one line."""
     params, updates = _trained(optimizer), ACTIVE_UPDATES[optimizer]
     total = format_bytes(sum(p.nbytes for p in params))
     is_on_host = residence_among(_trained(optimizer)) is not None
@@ -316,7 +315,6 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
 
 
 def norm_problem(what: str) -> Problem:
-    """Return the problem that a total norm is clipped beside updates on the host."""
     return Problem(
         what,
         "the norm of all gradients is known only after backward, when the host has updated most "

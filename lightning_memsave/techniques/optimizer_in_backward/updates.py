@@ -90,7 +90,6 @@ class GradientUpdates:
         self._lock = threading.RLock()
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds a reference"
         ACTIVE_UPDATES[optimizer] = self
