@@ -36,12 +36,8 @@ WAITING_STATE = "memsave_waiting_state"
 _STEPS = "memsave_steps"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-# Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
-_KNOWN = ELEMENTWISE | {
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "Muon", "SparseAdam")
-    if hasattr(torch.optim, name)
-}
+# Of torch's optimizers, only LBFGS couples parameters.
+_KNOWN = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
 
 
 class StepOwner(ABC):

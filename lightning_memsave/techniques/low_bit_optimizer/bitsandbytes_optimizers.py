@@ -406,7 +406,7 @@ def _try_step() -> str | None:
         param.grad = torch.ones_like(param)
         try:
             settings: Any = {"paged": False, "shown_name": "AdamW", "min_8bit_size": 4096}
-            new = _make(kind, adamw, bits_by_param={param: 8}, **settings)
+            new = build(kind, adamw, bits_by_param={param: 8}, **settings)
             new.step()
             keys = new.state[param].keys()
         except (AttributeError, KeyError, TypeError) as error:
@@ -427,25 +427,16 @@ def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_Per
     return type(shown_name, (_PerParameterBits, base), namespace)
 
 
-def build(
-    kind: Kind,
-    optimizer: torch.optim.Optimizer,
-    *,
-    bits_by_param: Mapping[torch.Tensor, int],
-    min_8bit_size: int,
-    paged: bool,
-    shown_name: str,
-) -> torch.optim.Optimizer:
+def require_bitsandbytes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where it cannot update the parameters of an optimizer."""
     import_bitsandbytes('optimizer="8bit"')
     on_gpu = any(p.is_cuda for p in parameters_of(optimizer))
     why = (on_gpu and _find_lost_library()) or find_changed_names()
     if why:
         raise _unusable('optimizer="8bit"', why)
-    settings: Any = {"min_8bit_size": min_8bit_size, "paged": paged, "shown_name": shown_name}
-    return _make(kind, optimizer, bits_by_param=bits_by_param, **settings)
 
 
-def _make(
+def build(
     kind: Kind,
     optimizer: torch.optim.Optimizer,
     *,

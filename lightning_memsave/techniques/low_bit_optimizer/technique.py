@@ -1,7 +1,6 @@
 """Keep optimizer state in 8 bits."""
 
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
     build,
     find_obstacle,
+    require_bitsandbytes,
 )
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     count_tensors,
@@ -36,7 +36,11 @@ from lightning_memsave.techniques.optimizer_kinds import (
     set_groups,
     wrapper_problems,
 )
-from lightning_memsave.techniques.parameter_names import matches, problems_of_patterns
+from lightning_memsave.techniques.parameter_names import (
+    is_dtensor,
+    problems_of_patterns,
+    unmatched_patterns,
+)
 from lightning_memsave.units import format_bytes
 
 SAME = ("8bit", "paged_8bit")
@@ -264,7 +268,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
                     "Switch to 8 bits before the first step, or resume from a checkpoint.",
                 )
             )
-        if any(_is_dtensor(p) for p in parameters_of(target)):
+        if any(map(is_dtensor, parameters_of(target))):
             problems.append(
                 Problem(
                     f"`{name}` over DTensor parameters",
@@ -300,6 +304,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             )
             return Handle(target, (), (f"`{old_name}` stays 32-bit: {why}",))
 
+        require_bitsandbytes(target)
         on_gpu = any(p.device.type != "cpu" for p in trained)
         new = build(
             kind,
@@ -362,21 +367,12 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
 
     def _unmatched_patterns(self, target: torch.optim.Optimizer) -> list[Problem]:
         names = sorted({n for own in parameter_names(target, self.module).values() for n in own})
-        problems = []
-        for setting in ("keep_32bit", "force_8bit"):
-            for pattern in getattr(self, setting):
-                if pattern == "*" or matches(names, (pattern,)):
-                    continue
-                close = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0)
-                fix = f"Use a pattern over names such as `{close[0]}`." if close else ""
-                problems.append(
-                    Problem(
-                        f"`{setting}` pattern {pattern!r}",
-                        "it matches no parameter" if names else "the names are not known",
-                        fix or "Pass `module=`, the owner of the parameters.",
-                    )
-                )
-        return problems
+        settings = ("keep_32bit", "force_8bit")
+        return [
+            problem
+            for setting in settings
+            for problem in unmatched_patterns(setting, getattr(self, setting), names)
+        ]
 
 
 def _why_not_replaced(optimizer: torch.optim.Optimizer) -> str | None:
@@ -393,9 +389,3 @@ def _why_not_replaced(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _kept(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why) or "no parameters"
-
-
-def _is_dtensor(param: torch.Tensor) -> bool:
-    # Without an import there is no instance; importing it needs a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(param, module.DTensor)

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from lightning_memsave.core.patching import patch_method, previous_method
 
-_RMSNorm = getattr(nn, "RMSNorm", None)
-_NORMS = tuple(kind for kind in (nn.LayerNorm, nn.GroupNorm, _RMSNorm) if kind is not None)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # Hugging Face's tanh-approximated GELUs, which consist of several operators.
 _COMPOSITE_GELUS = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
 

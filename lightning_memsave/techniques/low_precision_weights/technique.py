@@ -1,6 +1,5 @@
 """Keep weights in bfloat16, with updates that are not lost in rounding."""
 
-import difflib
 import sys
 import warnings
 from collections import Counter
@@ -40,7 +39,13 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
 )
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import mark_rounded
-from lightning_memsave.techniques.parameter_names import is_norm, matches, problems_of_patterns
+from lightning_memsave.techniques.parameter_names import (
+    is_dtensor,
+    is_norm,
+    matches,
+    problems_of_patterns,
+    unmatched_patterns,
+)
 from lightning_memsave.techniques.residences import residence_with
 from lightning_memsave.units import format_bytes
 
@@ -254,21 +259,8 @@ class LowPrecisionWeights(Technique[nn.Module]):
             All problems.
         """
         names = [name for name, _ in target.named_parameters(remove_duplicate=False)]
-        problems = []
-        for pattern in self.keep_fp32:
-            if pattern == "*" or matches(names, (pattern,)) or not names:
-                continue
-            close = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0)
-            problems.append(
-                Problem(
-                    f"`keep_fp32` pattern {pattern!r}",
-                    "it matches no parameter",
-                    f"Use a pattern over names such as `{close[0]}`.",
-                )
-            )
-        # Without an import there is no instance; importing it needs a second.
-        dtensor = sys.modules.get("torch.distributed.tensor")
-        if dtensor is not None and any(isinstance(p, dtensor.DTensor) for p in target.parameters()):
+        problems = unmatched_patterns("keep_fp32", self.keep_fp32, names) if names else []
+        if any(map(is_dtensor, target.parameters())):
             problems.append(
                 Problem(
                     f"`{type(target).__name__}` with DTensor parameters",

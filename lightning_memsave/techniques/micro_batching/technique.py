@@ -245,9 +245,9 @@ class MicroBatching(Technique[Step]):
         return Handle(step, [change])
 
 
-# Since torch 2.9 gradients can have another type than parameters, as `LowPrecisionWeights` uses.
+# Gradients can have another type than parameters, as with `LowPrecisionWeights`.
 def _sums_in_half(param: nn.Parameter) -> bool:
-    return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
+    return param.dtype in _HALF and param.grad_dtype is not torch.float32
 
 
 _OTHER_THAN_UPDATES = (

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.patching import own, set_own
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.stashes import HostBuffers, Kept, Saved, Stash
 
 _OFFLOADED = "_memsave_offloaded_activations"

@@ -15,14 +15,14 @@ from lightning_memsave.core.memory import (
     mark_as_host,
     on_cuda,
 )
-from lightning_memsave.techniques.offloading.flat_memory import (
+from lightning_memsave.techniques.flat_memory import (
     aligned,
     empty_like_all,
     in_order,
     joined,
     tensor_in,
 )
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker, wait_for
 
 _MAX_HELD_BYTES = 2**25

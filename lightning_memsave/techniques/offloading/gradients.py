@@ -11,9 +11,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_memsave.core.memory import host_copies
 from lightning_memsave.core.states import next_state
+from lightning_memsave.techniques.flat_memory import shares_memory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.flat_memory import shares_memory
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
 
 class Came(Enum):

@@ -12,13 +12,13 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as, mark_as_host, on_cuda
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.flat_memory import shares_memory
 from lightning_memsave.techniques.host_weight import (
     HostWeight,
     host_weight_of,
     is_asking,
     set_host_weight,
 )
-from lightning_memsave.techniques.offloading.flat_memory import shares_memory
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
 from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.flat_memory import in_order, num_owners, shares_memory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.flat_memory import in_order, num_owners, shares_memory
 from lightning_memsave.techniques.offloading.gradients import Gradients
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from lightning_memsave.techniques.tiled_steps import Weights
@@ -54,14 +54,6 @@ _FINDINGS = {
 }
 
 
-class Stored(Enum):
-    WHOLE = auto()
-    HALVES = auto()  # those that are split
-
-
-_STORING = {Stored.WHOLE: (Stored.HALVES,), Stored.HALVES: (Stored.WHOLE,)}
-
-
 class Part:
     """Parameters of one block, or all that are in no block, on the host and on the device.
 
@@ -86,7 +78,8 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
         self._lower: dict[int, Tensor] = {}
-        self._place, self._stored, self._writes = Place.HOST, Stored.WHOLE, Writes.UNKNOWN
+        self._place, self._writes = Place.HOST, Writes.UNKNOWN
+        self._is_in_halves = False  # what is split
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -338,14 +331,14 @@ class Part:
         self._converted = self._versions()
 
     def keep_halves(self) -> None:
-        if self._are_split and self._stored is Stored.WHOLE:
+        if self._are_split and not self._is_in_halves:
             self.convert()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def join(self) -> None:
         """Let all weights on the host be whole, where they may be changed."""
-        if self._stored is Stored.WHOLE:
+        if not self._is_in_halves:
             return
         own = sorted(self._are_split)
         # Not of the memory that is locked for a GPU: it does not copy these weights.
@@ -354,7 +347,7 @@ class Part:
             for index, weight in zip(own, whole, strict=True):
                 join_weight(self._to_send[index], self._lower[index], weight)
         self._replace_weights(dict(zip(own, whole, strict=True)))
-        self._stored = next_state(self._stored, Stored.WHOLE, _STORING)
+        self._is_in_halves = False
         self._converted = None
         self.note_change()
 
@@ -374,7 +367,7 @@ class Part:
                     halves = self._memory.tensors_like(forms, [dtype] * len(own))
                     for index, half in zip(own, halves, strict=True):
                         into[index] = half
-            if self._stored is Stored.WHOLE:
+            if not self._is_in_halves:
                 for index in own:
                     split_weight(self._weights[index], self._to_send[index], self._lower[index])
                 empty = torch.empty((), dtype=torch.float32, device="meta")
@@ -385,7 +378,7 @@ class Part:
                         for index, each in zip(own, nan, strict=True)
                     }
                 )
-                self._stored = next_state(self._stored, Stored.HALVES, _STORING)
+                self._is_in_halves = True
 
     def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
         for index, weight in weights.items():

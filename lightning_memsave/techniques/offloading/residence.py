@@ -14,16 +14,19 @@ from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
+from lightning_memsave.techniques.flat_memory import is_in_piece
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import copies_for
-from lightning_memsave.techniques.offloading.flat_memory import is_in_piece
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.optimizer_step import around_all_steps
+from lightning_memsave.techniques.optimizer_step import owners_of as owners_of_step
 
 _NO_TASK = -1
+_PART = "_memsave_part"
 
 
 class Taker(Protocol):
@@ -51,10 +54,6 @@ class Residence:
         self.is_watched = False
         """Whether code between two steps may read or change weights, in ways that torch does not
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
-        self.updated_by_parts: weakref.WeakKeyDictionary[Optimizer, Any] = (
-            weakref.WeakKeyDictionary()
-        )
-        """Optimizers whose updates note themselves what they change, and these updates."""
         self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
         """What updates parameters as soon as their gradients are complete."""
         self.memory = memory
@@ -63,14 +62,12 @@ class Residence:
         self.copies = copies_for(some, worker, self.memory)
         owners = owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
-        # A strong reference to a module would keep the model alive.
         is_streamed = num_on_device is not None
         self._num_ahead = 1 if num_on_device is None else num_on_device - 1
-        self._by_block: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
+        self.parts = [self.rest]
         for block in blocks:
-            own = [param for param in params if owners[param] is block]
-            self._by_block[block.module] = Part(own, self.memory, is_streamed=is_streamed)
-        self.parts = [self.rest, *self._by_block.values()]
+            inside = [param for param in params if owners[param] is block]
+            self.parts.append(Part(inside, self.memory, is_streamed=is_streamed))
         """In the order in which a step needs them."""
         self.tables = [self._part_of_table(table) for table in tables]
         """Of embeddings, which stay on the host."""
@@ -102,12 +99,15 @@ class Residence:
         """The parts, also those that stay on the host."""
         return [*self.tables, *self.parts]
 
-    def start(self) -> list[Callable[[], None]]:
+    def start(self, blocks: Sequence[Block]) -> list[Callable[[], None]]:
         self._watch_trained()
-        return [self._stop_watching, *self._watch_steps()]
+        # Blocks have their parts: references to modules would keep the model alive.
+        pairs = zip(blocks, self.parts[1:], strict=True)
+        undo = [set_own(block.module, _PART, part) for block, part in pairs]
+        return [*undo, self._stop_watching, *self._watch_steps()]
 
     def is_block(self, module: nn.Module) -> bool:
-        return module in self._by_block
+        return own(module, _PART) in self.parts
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
@@ -205,8 +205,13 @@ class Residence:
 
         return around_all_steps(before, after)
 
+    def updates_of(self, optimizer: Optimizer) -> Any:
+        """Return what updates parts in the background; ``None`` if nothing does."""
+        owners = owners_of_step(optimizer)
+        return next((own for own in owners if getattr(own, "residence", None) is self), None)
+
     def _changed_by(self, optimizer: Optimizer) -> set[Part]:
-        if optimizer in self.updated_by_parts:
+        if self.updates_of(optimizer) is not None:  # which note themselves what they change
             return set()
         params = parameters_of(optimizer)
         return {part for p in params if (part := self._part_of.get(id(p))) is not None}
@@ -294,7 +299,7 @@ class Residence:
 
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
-        part = self._by_block[block]
+        part = own(block, _PART)
         if _is_in_backward():  # recomputed by somebody else's checkpoint, which calls the block
             self._enter(part, -1)
         else:
@@ -304,7 +309,7 @@ class Residence:
             self._came.append(part)
 
     def leave_block(self, block: nn.Module, output: Any) -> Any:
-        part = self._by_block[block]
+        part = own(block, _PART)
         if torch.is_grad_enabled() and part.is_streamed:
             map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
             if part is self.parts[-1] or _is_in_backward():  # where backward begins, or is
@@ -324,8 +329,8 @@ class Residence:
     def _enter_in_backward(self, part: Part) -> None:
         if self._is_released:  # the graph is older
             return
-        for other in self._by_block.values():
-            if other is not part and other.is_on_device:
+        for other in self.parts:
+            if other not in (part, self.rest) and other.is_on_device:
                 other.leave()
                 self._left.append(other)
         self._enter(part, -1)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_memsave.core.memory import counted_as
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
 
 class HostBuffers:

@@ -16,10 +16,10 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_table import look_up_on_host, table_problems
 from lightning_memsave.techniques.offloading.host_updates import (
     HostUpdates,
@@ -289,9 +289,10 @@ class Offloading(Technique[nn.Module]):
         is_streamed = "parameters" in self._kinds
         if params or tables:
             number = self.num_blocks_on_device if is_streamed else None
+            own_blocks = blocks if params else []
             residence = Residence(
                 target,
-                blocks if params else (),
+                own_blocks,
                 params,
                 worker,
                 memory,
@@ -302,7 +303,7 @@ class Offloading(Technique[nn.Module]):
                 let_scales_land(),
                 *tell_device(target),
                 residence.release,
-                *residence.start(),
+                *residence.start(own_blocks),
                 *move_with(target, residence),
                 *look_up_on_host(target, residence),
             ]

@@ -99,7 +99,7 @@ class UpdatesInBackward(GradientUpdates):
         assert optimizer is not None, "it owns the parameter"
         assert residence is not None, "its hook runs"
         assert grad is not None, "hooks run when there is a gradient"
-        if optimizer not in residence.updated_by_parts:
+        if residence.updates_of(optimizer) is None:
             raise IncompatibleError("optimizer_in_backward", [_not_in_background(optimizer)])
         with self._lock:
             self._mark_as_taken(optimizer, param)
@@ -146,8 +146,9 @@ class UpdatesInBackward(GradientUpdates):
         with self._lock:
             opened, self._open = self._open, None
             optimizer, residence = self._optimizer(), self._residence()
-            updates = None if residence is None else residence.updated_by_parts.get(optimizer)
-            if opened is not None and updates is not None:
+            if opened is None or optimizer is None or residence is None:
+                return
+            if (updates := residence.updates_of(optimizer)) is not None:
                 self.has_updated = True
                 clip = self._clip if self._clips else None
                 opened.slab.update = updates.submit(opened.part, opened.gradients, clip)

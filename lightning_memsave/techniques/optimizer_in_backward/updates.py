@@ -252,9 +252,8 @@ def _updates_together(optimizer: Optimizer) -> bool:
 
 
 def gradient_bytes(param: nn.Parameter) -> int:
-    """Return the bytes of a parameter's gradient, which may have another type from torch 2.9 on."""
-    dtype = getattr(param, "grad_dtype", None) or param.dtype
-    return param.numel() * dtype.itemsize
+    """Return the bytes of a parameter's gradient, which may have another type."""
+    return param.numel() * (param.grad_dtype or param.dtype).itemsize
 
 
 def _named(optimizer: Optimizer, param: nn.Parameter) -> str:

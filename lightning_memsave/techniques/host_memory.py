@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host
 from lightning_memsave.errors import MemsaveWarning
-from lightning_memsave.techniques.offloading.flat_memory import aligned, note_piece
+from lightning_memsave.techniques.flat_memory import aligned, note_piece
 from lightning_memsave.units import format_bytes
 
 _HUGE_PAGES_FROM_BYTES = 2**22  # as numpy
