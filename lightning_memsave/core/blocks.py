@@ -94,9 +94,7 @@ def owners_of(
     return owners
 
 
-def as_selectors(
-    selectors: BlockSelector | Sequence[BlockSelector],
-) -> tuple[BlockSelector, ...]:
+def as_selectors(selectors: BlockSelector | Sequence[BlockSelector]) -> tuple[BlockSelector, ...]:
     several = (
         tuple(selectors)
         if isinstance(selectors, Sequence) and not isinstance(selectors, str)

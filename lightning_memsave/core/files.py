@@ -58,9 +58,7 @@ def write_file(directory: str, name: str, content: str | bytes) -> None:
     """Write a file into a folder, which is made if it does not exist."""
     # Here, as commands that write no report start faster without it.
     from fsspec.core import url_to_fs  # type: ignore[import-untyped] # noqa: PLC0415
-    from fsspec.implementations.local import (  # type: ignore[import-untyped] # noqa: PLC0415
-        LocalFileSystem,
-    )
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped] # noqa: PLC0415
 
     data = content.encode() if isinstance(content, str) else content
     filesystem, folder = url_to_fs(directory)

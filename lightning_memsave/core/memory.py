@@ -12,8 +12,6 @@ from torch import Tensor, UntypedStorage
 
 from lightning_memsave.units import format_bytes
 
-_FORMER_CATEGORIES = frozenset({"cuda_context", "allocator_slack"})
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
@@ -79,9 +77,7 @@ class MemoryBreakdown:
         Returns:
             The breakdown.
         """
-        # Earlier reports have two more categories, which were always 0.
-        known = {name: n for name, n in by_category.items() if name not in _FORMER_CATEGORIES}
-        return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in known.items()})
+        return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in by_category.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON.

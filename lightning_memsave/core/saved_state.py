@@ -1,8 +1,10 @@
 """Save and restore random states, tensors of any layout, and the contents of containers."""
 
 import collections
+import contextlib
 import random
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +83,19 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.bit_generator.state = state
+
+
+@contextlib.contextmanager
+def with_attribute(owners: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of objects inside, and give each back its own afterwards."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
+    for owner, _ in before:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, own in before:
+            setattr(owner, name, own)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -111,11 +111,7 @@ def _is_plain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 def make_scheduler(
-    owner: str,
-    optimizer: Optimizer,
-    schedule: str,
-    warmup: int | float,
-    num_steps: float,
+    owner: str, optimizer: Optimizer, schedule: str, warmup: int | float, num_steps: float
 ) -> Any:
     """Create a scheduler with warm-up, for steps of the optimizer."""
     from transformers import get_scheduler  # noqa: PLC0415

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from lightning_memsave.core.memory import host_copies, is_host
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit
 
@@ -140,20 +141,16 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
 
 
 def _step_others(optimizer: Optimizer, done: list[nn.Parameter]) -> None:
-    held = [(param, param.grad) for param in done]
-    for param in done:
-        param.grad = None
     own = vars(optimizer)
     found_inf = own.get("found_inf")
     if isinstance(found_inf, torch.Tensor):  # a sum over devices, while kernels look for 1
         own["found_inf"] = found_inf.clamp(max=1.0)
     try:
-        step_without_hooks(optimizer)
+        with with_attribute(done, "grad", None):
+            step_without_hooks(optimizer)
     finally:
         if found_inf is not None:
             own["found_inf"] = found_inf
-        for param, grad in held:
-            param.grad = grad
 
 
 def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -386,10 +383,7 @@ def on_host() -> Iterator[None]:
 
 
 def _allocate(
-    optimizer: Optimizer,
-    index: int,
-    group: dict[str, Any],
-    stateless: list[torch.Tensor],
+    optimizer: Optimizer, index: int, group: dict[str, Any], stateless: list[torch.Tensor]
 ) -> None:
     if is_low_bit(optimizer):
         _allocate_low_bit(optimizer, index, group)
@@ -432,12 +426,7 @@ def _initialize(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 # Their fused kernels run on a CPU, too, where they are several times as fast.
-_FUSED_ON_CPU = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-)
+_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:

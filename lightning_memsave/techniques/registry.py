@@ -6,9 +6,7 @@ from typing import Any
 
 from lightning_memsave.core.technique import Exactness, Offer, Technique
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import (
@@ -74,11 +72,7 @@ _ENTRIES = (
         details={"blocks": None},
     ),
     # In the order in which they are applied to optimizers.
-    Entry.of(
-        LowBitOptimizer,
-        classic="8bit",
-        single_gpu=ALL_8BIT,
-    ),
+    Entry.of(LowBitOptimizer, classic="8bit", single_gpu=ALL_8BIT),
     Entry.of(
         Offloading,
         offload="parameters+activations+embeddings",
@@ -136,21 +130,12 @@ def values_of(preset: str) -> dict[str, Any]:
     return {e.argument: None if preset == "off" else getattr(e, preset) for e in _ENTRIES}
 
 
-_GONE = (
-    *("block_micro_batch_size", "early_release", "eval_micro_batch_size", "force_8bit"),
-    *("keep_32bit", "optimizer_kwargs"),
-)
-
-
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of a plan in a checkpoint, also those of earlier versions."""
-    found = {name: value for name, value in settings.items() if name not in _GONE}
-    optimizer, patterns = settings.get("optimizer"), settings.get("force_8bit")
-    if isinstance(optimizer, Mapping):
-        found["optimizer"] = LowBitOptimizer(**optimizer["init_args"])
-    elif optimizer and patterns:  # before they were settings of `LowBitOptimizer`
-        found["optimizer"] = LowBitOptimizer(optimizer, force_8bit=tuple(patterns))
-    return found
+    """Read the settings of a plan in a checkpoint."""
+    optimizer = settings.get("optimizer")
+    if not isinstance(optimizer, Mapping):
+        return dict(settings)
+    return {**settings, "optimizer": LowBitOptimizer(**optimizer["init_args"])}
 
 
 def uses_blocks(settings: Mapping[str, Any]) -> bool:

@@ -24,11 +24,7 @@ from lightning_memsave.core.blocks import (
     is_given_cache,
     repeated_classes,
 )
-from lightning_memsave.core.patching import (
-    is_patched_with,
-    patch_method,
-    previous_method,
-)
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem

@@ -15,11 +15,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.consumers import (
     cross_entropy_of,
     view_of,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.products import (
-    Part,
-    Product,
-    is_plain,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.products import Part, Product, is_plain
 from lightning_memsave.techniques.deferred import Deferred, live_products
 from lightning_memsave.units import format_bytes
 

@@ -8,21 +8,14 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors
-from lightning_memsave.core.patching import (
-    is_patched_with,
-    patch_method,
-    previous_method,
-)
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy import tied_embedding
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads, read_head
-from lightning_memsave.techniques.chunked_cross_entropy.products import (
-    HeadSettings,
-    Product,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.products import HeadSettings, Product
 from lightning_memsave.techniques.host_weight import asks_for_host_weights
 
 _SETTINGS = "_memsave_head"

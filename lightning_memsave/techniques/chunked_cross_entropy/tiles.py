@@ -145,12 +145,7 @@ class TiledGradients:
 
 
 def tiled_gradients(
-    call: Call,
-    normalizers: Tensor,
-    coefficients: Tensor,
-    scale: Tensor,
-    *,
-    needs: tuple[bool, ...],
+    call: Call, normalizers: Tensor, coefficients: Tensor, scale: Tensor, *, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Compute the gradients of a weighted sum of losses, tile by tile of the classes."""
     with without_autograd(call):

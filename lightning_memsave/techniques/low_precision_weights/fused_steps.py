@@ -195,12 +195,7 @@ def bounds_of(qmap: Tensor) -> Tensor:
 
 
 def step_fused(
-    optimizer: Any,
-    group: Mapping[str, Any],
-    param: nn.Parameter,
-    *,
-    rest: Tensor | None,
-    seed: int,
+    optimizer: Any, group: Mapping[str, Any], param: nn.Parameter, *, rest: Tensor | None, seed: int
 ) -> None:
     """Update a parameter for which `is_fused` is true."""
     state = optimizer.state[param]

@@ -20,12 +20,7 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
-from lightning_memsave.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    MemsaveWarning,
-    Problem,
-)
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.low_precision_weights.autocast_calls import compute_in_autocast
 from lightning_memsave.techniques.low_precision_weights.bf16_layers import (

@@ -25,12 +25,7 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
-from lightning_memsave.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    NoEffectWarning,
-    Problem,
-)
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.micro_batching.separability import tensors_in, why_not_separable
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 

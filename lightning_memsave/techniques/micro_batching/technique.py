@@ -1,7 +1,6 @@
 """Split batches into micro-batches that fit, with the gradient of the whole batch."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -9,11 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.blocks import BlockSelector, as_selectors
+from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.names import did_you_mean
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
-from lightning_memsave.techniques.micro_batching.loop_proof import LoopProof
-from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemoryExhaustedError,
+    Problem,
+)
+from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
+from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight, Weighting
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 from lightning_memsave.techniques.optimizer_step import all_in_backward, in_backward_of
@@ -23,6 +29,10 @@ Step: TypeAlias = Callable[[Any], Tensor]
 
 _OF = ("batches", "blocks")
 _HALF = (torch.float16, torch.bfloat16)
+_FIX = (
+    "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; or "
+    "use smaller batches, and several of them for each step of the optimizer."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,7 +196,9 @@ class MicroBatching(Technique[Step]):
     def check_module(self, module: nn.Module | None) -> list[Problem]:
         """Return the conflicts of a model, if it is known, with micro-batches."""
         parameters = [] if module is None else list(module.parameters())
-        half = {p.dtype for p in parameters if p.requires_grad and _sums_in_half(p)}
+        trained = [p for p in parameters if p.requires_grad and p.dtype in _HALF]
+        # Gradients can have another type, as with `LowPrecisionWeights`.
+        half = {p.dtype for p in trained if p.grad_dtype is not torch.float32}
         return [
             Problem(
                 f"`micro_batch_size={self.micro_batch_size!r}`",
@@ -213,12 +225,14 @@ class MicroBatching(Technique[Step]):
         runner, module = self.make_runner(), self.module
         losses: list[Tensor] = []
         if module is not None:
-            LoopProof(runner, target, module, self.loss_weight, self.split_batch)
+            self._require_proof(runner, target, module)
 
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
             loss = target(part)
             loss = loss if weight == 1.0 else loss * weight
-            with contextlib.nullcontext() if is_last else _accumulating(module):
+            # No updates in backward before the last micro-batch.
+            updates = [] if is_last else _updates_of(module)
+            with with_attribute(updates, "is_accumulating", True):
                 loss.backward()
             losses.append(loss.detach())
             # An outer `torch.autocast` would keep its cast copies of all weights alive.
@@ -244,10 +258,44 @@ class MicroBatching(Technique[Step]):
         )
         return Handle(step, [change])
 
+    def _require_proof(
+        self, runner: MicroBatchRunner, compute_loss: Step, module: nn.Module
+    ) -> None:
+        """Test the loss with the first batch that is split, and again where weightings differ."""
 
-# Gradients can have another type than parameters, as with `LowPrecisionWeights`.
-def _sums_in_half(param: nn.Parameter) -> bool:
-    return param.dtype in _HALF and param.grad_dtype is not torch.float32
+        def use(batch: Any, known: Proof | None = None) -> None:
+            check = LossCheck(
+                *(compute_loss, batch, module),
+                loss_weight=self.loss_weight,
+                split_batch=self.split_batch,
+                known=known,
+                needs_split=True,
+            )
+            proof = prove(check)
+            if proof.reason:
+                size = '"halve"' if runner.is_auto else runner.size
+                problem = Problem(f"`MicroBatching({size})`", proof.reason, proof.fix or _FIX)
+                if runner.is_auto:
+                    raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
+                raise IncompatibleError(self.name, [problem])
+            runner.use(proof.weightings, proof.whole)
+            if proof.is_settled:
+                runner.tell_apart = None
+
+        def prove_first(batch: Any) -> None:
+            if not any(map(is_fake, module.parameters())):
+                return use(batch)
+            runner.use([Weighting("weighted equally", lambda part: 1.0)], runner.whole)
+            runner.tell_apart = None  # for a prediction
+            return None
+
+        def tell_apart(batch: Any, differ: bool) -> bool:
+            if differ:
+                use(batch, Proof(tuple(runner.weightings), runner.whole))
+            return bool(runner.weightings)
+
+        runner.require_proof()
+        runner.prove, runner.tell_apart = prove_first, tell_apart
 
 
 _OTHER_THAN_UPDATES = (
@@ -269,19 +317,6 @@ def check_repeatable(module: nn.Module | None = None, advice: str = _OTHER_THAN_
             "`optimizer_in_backward` does, so the batch cannot be repeated with micro-batches.\n"
             f"{advice}"
         )
-
-
-@contextlib.contextmanager
-def _accumulating(module: nn.Module | None) -> Iterator[None]:
-    """Accumulate gradients without updates in backward: more micro-batches follow."""
-    updates = [each for each in _updates_of(module) if not each.is_accumulating]
-    for each in updates:
-        each.is_accumulating = True
-    try:
-        yield
-    finally:
-        for each in updates:
-            each.is_accumulating = False
 
 
 # Another model of the same process may be trained at the same time.

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.memory import (
-    host_copies,
-    is_fake,
-    mark_as_host,
-    on_cuda,
-)
+from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
 from lightning_memsave.techniques.flat_memory import (
     aligned,
     empty_like_all,

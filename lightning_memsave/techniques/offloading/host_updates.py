@@ -56,11 +56,7 @@ class HostUpdates(StepOwner):
             optimizer.register_load_state_dict_pre_hook(self._wait),
             optimizer.register_load_state_dict_post_hook(self._mark_state),
         ]
-        return [
-            self.residence.finish,
-            *(hook.remove for hook in hooks),
-            own_step(optimizer, self),
-        ]
+        return [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
         """Update what is on the host while the next step begins."""

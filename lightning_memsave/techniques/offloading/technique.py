@@ -291,13 +291,7 @@ class Offloading(Technique[nn.Module]):
             number = self.num_blocks_on_device if is_streamed else None
             own_blocks = blocks if params else []
             residence = Residence(
-                target,
-                own_blocks,
-                params,
-                worker,
-                memory,
-                tables=tables,
-                num_on_device=number,
+                target, own_blocks, params, worker, memory, tables=tables, num_on_device=number
             )
             undo += [
                 let_scales_land(),
