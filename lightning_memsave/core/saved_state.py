@@ -135,7 +135,6 @@ def copy_of(tensor: Tensor, *, on_host: bool = False) -> Tensor:
 
 
 def write_back(tensor: Tensor, before: Tensor) -> None:
-    """Give a tensor the values of its copy."""
     # Tensors made under `torch.inference_mode` can only be written under it.
     with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         once(tensor).copy_(before)

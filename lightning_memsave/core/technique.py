@@ -244,7 +244,6 @@ def settings_of(technique: Technique[Any]) -> dict[str, Any]:
 
 
 def as_config(technique: Technique[Any]) -> dict[str, Any]:
-    """Write a technique as LightningCLI reads it."""
     settings = settings_of(technique)
     plain = {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
     return {"class_path": f"lightning_memsave.{type(technique).__name__}", "init_args": plain}

@@ -81,11 +81,6 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
 
     Norms, biases, embeddings (and heads that share their weight), and other one-dimensional
     parameters are not decayed.
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8))
-        >>> [(len(g["params"]), g["weight_decay"]) for g in weight_decay_groups(model, 0.1)]
-        [(1, 0.1), (4, 0.0)]
     """
     plain = {
         id(parameter)
@@ -113,26 +108,21 @@ def _is_plain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 def make_scheduler(
     owner: str, optimizer: Optimizer, schedule: str, warmup: int | float, num_steps: float
 ) -> Any:
-    """Create a scheduler with warm-up, for steps of the optimizer."""
     from transformers import get_scheduler  # noqa: PLC0415
 
     is_needed = schedule != "constant" or isinstance(warmup, float)
     if is_needed and num_steps == float("inf"):
-        problem = Problem(
-            f"`lr_schedule={schedule!r}` with `warmup={warmup!r}`",
-            "the number of optimizer steps is not known",
-            "Use `max_steps=...` here or in the Trainer, or "
-            '`lr_schedule="constant"` with a whole number as `warmup`.',
+        what = f"`lr_schedule={schedule!r}` with `warmup={warmup!r}`"
+        fix = (
+            'Use `max_steps=...` here or in the Trainer, or `lr_schedule="constant"` with a whole '
         )
-        raise IncompatibleError(owner, [problem])
+        why, fix = "the number of optimizer steps is not known", f"{fix}number as `warmup`."
+        raise IncompatibleError(owner, [Problem(what, why, fix)])
     num_warmup_steps = round(warmup * num_steps) if isinstance(warmup, float) else warmup
     if schedule != "constant" and num_warmup_steps > num_steps:
-        problem = Problem(
-            f"`warmup={warmup!r}`",
-            f"training ends after {num_steps:.0f} optimizer steps",
-            "Use a smaller number, or a share such as `warmup=0.1`.",
-        )
-        raise IncompatibleError(owner, [problem])
+        why = f"training ends after {num_steps:.0f} optimizer steps"
+        fix = "Use a smaller number, or a share such as `warmup=0.1`."
+        raise IncompatibleError(owner, [Problem(f"`warmup={warmup!r}`", why, fix)])
     return get_scheduler(
         SCHEDULES[schedule],
         optimizer,

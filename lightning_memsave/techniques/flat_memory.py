@@ -109,7 +109,6 @@ def _all_bytes(run: Sequence[tuple[Tensor, _Place]]) -> Tensor:
 
 
 def num_owners(tensors: Sequence[Tensor]) -> int:
-    """Count who holds the memory of tensors."""
     count = torch._C._storage_Use_Count
     return sum(count(tensor.untyped_storage()._cdata) for tensor in tensors)
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from lightning_memsave.core.memory import host_copies, is_host
 from lightning_memsave.core.optimizers import parameters_of
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import own, patch_method, previous_method, set_own
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit
@@ -73,13 +73,11 @@ class _Steps:
     positions: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of parameters in groups, so that an update does not search all of them."""
 
-    # A copy of the optimizer, of those that copy all attributes, belongs to nobody.
-    def __reduce__(self) -> tuple[type["_Steps"], tuple[()]]:
-        return _Steps, ()
-
 
 def _steps_of(optimizer: Optimizer) -> _Steps:
-    steps: _Steps = vars(optimizer).setdefault(_STEPS, _Steps())
+    steps: _Steps | None = own(optimizer, _STEPS)
+    if steps is None:  # as of a copy, of those that copy all attributes
+        set_own(optimizer, _STEPS, steps := _Steps())
     return steps
 
 
@@ -106,7 +104,7 @@ def _forget(optimizer: Optimizer) -> None:
 
 def owners_of(optimizer: Optimizer) -> list[StepOwner]:
     """Return what updates parameters of an optimizer in the place of its own step."""
-    steps: _Steps | None = vars(optimizer).get(_STEPS)
+    steps: _Steps | None = own(optimizer, _STEPS)
     return [] if steps is None else steps.owners
 
 
@@ -336,7 +334,6 @@ def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
 
 
 def updates_each_alone(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to update each parameter on its own."""
     cls = type(optimizer)  # exact types: a subclass may couple parameters
     return (
         cls in _KNOWN

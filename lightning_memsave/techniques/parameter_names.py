@@ -14,7 +14,6 @@ _OF_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, _ConvNd)
 
 
 def matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    """Return whether any of the names matches any of the shell patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -32,7 +31,6 @@ def is_dtensor(param: Tensor) -> bool:
 def unmatched_patterns(
     setting: str, patterns: Sequence[str], names: Sequence[str]
 ) -> list[Problem]:
-    """Return a problem for each pattern, other than "*", that matches no name of a parameter."""
     problems = []
     for pattern in patterns:
         if pattern == "*" or matches(names, (pattern,)):

@@ -36,7 +36,6 @@ class Entry:
 
     @classmethod
     def of(cls, technique: type[Technique[Any]], **values: Any) -> "Entry":
-        """Make the entry of a technique, with its values in the presets."""
         return cls(
             technique.argument,
             technique,
@@ -131,7 +130,6 @@ def values_of(preset: str) -> dict[str, Any]:
 
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of a plan in a checkpoint."""
     optimizer = settings.get("optimizer")
     if not isinstance(optimizer, Mapping):
         return dict(settings)
@@ -168,7 +166,6 @@ def forms_on_host(
 
 
 def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``"auto"`` by the values of a plan."""
     open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
     values = {name: settings.get(name) for name in open_arguments}
     values |= {name: "auto" for name in (MicroBatching.argument,) if name in values}

@@ -19,8 +19,6 @@ CUDA_FACTOR = 4
 
 
 class Weights(NamedTuple):
-    """Access to the values of a parameter in float32."""
-
     load: Callable[[Any], Tensor]
     store: Callable[[Any, Tensor], None]
 

@@ -136,5 +136,4 @@ def scaled(result: Any, factor: float) -> Any:
 
 
 def without_outputs(result: Any) -> Any:
-    """Return a ``ClosureResult`` with the loss only."""
     return type(result)(result.closure_loss)

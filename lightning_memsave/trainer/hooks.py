@@ -104,16 +104,12 @@ class FreedGradients:
             return
         own = vars(self._optimizer)
         before = {name: own[name] for name in ("zero_grad",) if name in own}
-        own["zero_grad"] = _visit_none
+        own["zero_grad"] = lambda *_, **__: None
         try:
             zero_grad()
         finally:
             del own["zero_grad"]
             own.update(before)
-
-
-def _visit_none(*_: Any, **__: Any) -> None:
-    pass
 
 
 # Each backward pass of a process has a number, which can be asked for inside of one only.

@@ -33,7 +33,6 @@ _OURS = "_memsave_precision"
 
 
 def full_name(precision: str | int) -> str:
-    """Return the long form of a precision."""
     name = _SHORT.get(str(precision), str(precision))
     if name not in PRECISIONS or isinstance(precision, bool):
         raise ConfigurationError(

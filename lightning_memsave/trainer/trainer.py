@@ -33,7 +33,6 @@ def second_use(trainer: Any, user: int | None) -> list[Problem]:
 
 
 def data_connector_of(trainer: Any) -> ModuleType:
-    """Return the module of a Trainer's package with which it prepares DataLoaders."""
     return importlib.import_module(
         f"{package_of(trainer).__name__}.trainer.connectors.data_connector"
     )

@@ -177,7 +177,7 @@ class TestWholeWeights:
         pieces = [piece() for piece in made.residence.memory._pieces]
         num_bytes = sum(piece.nbytes for piece in pieces if piece is not None)
         params = [*made.model.parameters()]
-        slabs = made.in_backward._updates.bytes_at_a_time
+        slabs = made.in_backward.updates.bytes_at_a_time
         padding = ALIGNMENT_BYTES * 3 * len(params)
         assert num_bytes <= sum(4 * p.numel() for p in params) + slabs + padding
 

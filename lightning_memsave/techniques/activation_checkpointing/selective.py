@@ -40,7 +40,6 @@ def _is_kept(op: Any) -> bool:
 
 
 def keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Choose what is kept, for torch's selective checkpointing."""
     return CheckpointPolicy.MUST_SAVE if _is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 

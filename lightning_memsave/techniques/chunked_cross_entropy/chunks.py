@@ -121,7 +121,8 @@ def run(
             target = _classes(call, counted, place).unsqueeze(1)
             chosen = chunk.logits.gather(1, target).squeeze(1)
             if sums is not None:
-                sums[place] = _sum_of_classes(chunk.logits, call)
+                weight = call.class_weight
+                sums[place] = chunk.logits.sum(1) if weight is None else chunk.logits.mv(weight)
             largest = _take_softmax(chunk, totals[place], is_normalized=shares is not None)
             torch.sub(largest, chosen, out=losses[place])
             if sums is not None:
@@ -192,7 +193,6 @@ def chunks_of_logits(
 
 @contextmanager
 def without_autograd(call: Call) -> Iterator[None]:
-    """Disable autograd and autocast on the device of a call."""
     with torch.no_grad(), torch.autocast(call.target.device.type, enabled=False):
         yield
 
@@ -268,10 +268,6 @@ def _take_softmax(chunk: Chunk, totals: Tensor, *, is_normalized: bool) -> Tenso
     if is_normalized:
         logits.div_(totals.unsqueeze(1))
     return largest
-
-
-def _sum_of_classes(logits: Tensor, call: Call) -> Tensor:
-    return logits.sum(1) if call.class_weight is None else logits.mv(call.class_weight)
 
 
 def sum_of_weights(call: Call) -> Tensor | int:

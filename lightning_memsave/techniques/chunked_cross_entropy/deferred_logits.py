@@ -288,11 +288,9 @@ def _pin(product: Product) -> None:
 
 def _pin_for_hook(product: Product) -> None:
     if product.has_loss:
-        problem = Problem(
-            "a hook on logits after the loss",
-            "the loss was computed without materializing them, so they get no gradient",
-            "Call `register_hook` or `retain_grad` before the loss.",
-        )
+        why = "the loss was computed without materializing them, so they get no gradient"
+        fix = "Call `register_hook` or `retain_grad` before the loss."
+        problem = Problem("a hook on logits after the loss", why, fix)
         raise IncompatibleError("chunked_cross_entropy", [problem])
     product.is_pinned = True
 

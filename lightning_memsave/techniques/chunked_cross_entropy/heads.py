@@ -28,7 +28,9 @@ def find_heads(
     names = {id(module): name for name, module in named.items()}
     heads, skipped = {}, []
     for head in chosen:
-        inner = [m for m in head.modules() if is_lora(m)] or _linear_layers(head)
+        # The layer may be wrapped, for example with copies of it that PEFT trains.
+        inner = [m for m in head.modules() if is_lora(m)]
+        inner = inner or [m for m in head.modules() if isinstance(m, nn.Linear)] or [head]
         for module in inner:
             name = names.get(id(module), "")
             why = _why_not(module) or _why_not_in(model, module)
@@ -40,7 +42,6 @@ def find_heads(
 
 
 def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | None:
-    """Return the operands of a head for an input."""
     if is_traced():
         return None
     base: Any = head.base_layer if is_lora(head) else head
@@ -105,11 +106,6 @@ def _large_layers(model: nn.Module) -> Iterator[nn.Module]:
             continue
         if base.out_features >= MIN_CLASSES and base.out_features > base.in_features:
             yield module
-
-
-# The layer may be wrapped, for example with copies of it that PEFT trains.
-def _linear_layers(head: nn.Module) -> list[nn.Module]:
-    return [m for m in head.modules() if isinstance(m, nn.Linear)] or [head]
 
 
 def _why_not(module: Any) -> str | None:

@@ -71,7 +71,6 @@ _COUNTED = "_memsave_counted"
 
 
 def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | None:
-    """Choose the rows for which to compute the loss."""
     num_rows = len(target)
     counted = target != ignored
     num_counted = known_count(target, ignored)
@@ -85,18 +84,15 @@ def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | N
         set_own(operands.weights[0], _COUNTED, {True: _Counted(), False: _Counted()})
     latest: _Counted = own(operands.weights[0], _COUNTED)[has_backward]
     # What fake tensors know is known at once. What is computed again in backward must choose again
-    # what it has chosen before, which only the labels themselves decide.
-    if not is_fake(target) and not _may_be_repeated() and latest.takes_all(num_rows):
+    # what it has chosen before, which only the labels themselves decide: hooks on saved tensors are
+    # those of `torch.utils.checkpoint`, around a loss, among others.
+    may_be_repeated = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if not is_fake(target) and not may_be_repeated and latest.takes_all(num_rows):
         latest.note(counted, num_rows)
         return None
     rows = counted.nonzero().squeeze(1)  # waits for the device
     latest.note(len(rows), num_rows)
     return None if _is_most(len(rows), num_rows) else rows
-
-
-# Hooks on saved tensors are those of `torch.utils.checkpoint`, around a loss, among others.
-def _may_be_repeated() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 # Of a weight: gradients from forward that wait for backward, weakly, as their graph frees them.
@@ -178,7 +174,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not `once_differentiable`: it raises nothing if the incoming gradient has no graph, as in
         # the first of two passes, and a term of the second derivative would be missing.
         if torch.is_grad_enabled():
-            raise IncompatibleError("chunked_cross_entropy", [_twice()])
+            what, why = (
+                "gradients of gradients (`create_graph=True`)",
+                "the chunked loss only has a first derivative",
+            )
+            fix = "Set `chunked_cross_entropy=None`."
+            raise IncompatibleError("chunked_cross_entropy", [Problem(what, why, fix)])
         (gradient,) = gradients
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
         nothing = (None,) * _NUM_OTHERS
@@ -260,11 +261,3 @@ def _is_ready(call: Call, needs: tuple[bool, ...]) -> bool:
 def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
     for weight in _trained_weights(call, needs):
         set_own(weight, _READY, weakref.ref(ready))
-
-
-def _twice() -> Problem:
-    return Problem(
-        "gradients of gradients (`create_graph=True`)",
-        "the chunked loss only has a first derivative",
-        "Set `chunked_cross_entropy=None`.",
-    )

@@ -163,7 +163,7 @@ class Product:
         for i, (tensor, state) in enumerate(zip(self.tensors(), self._states, strict=True)):
             if _state_of(tensor) != state:
                 is_input = i < len(self.operands.inputs)
-                problem = _changed_input(self.settings.name) if is_input else _changed_weights()
+                problem = _changed_input(self.settings.name) if is_input else _CHANGED_WEIGHTS
                 raise IncompatibleError("chunked_cross_entropy", [problem])
 
 
@@ -199,7 +199,7 @@ class Part:
         """Factor of the rows, and the vector that is added afterwards."""
         self.computed: Tensor | None = None
         """The materialized tensor, if any."""
-        self.shown: Callable[[], Tensor | None] = _nothing
+        self.shown: Callable[[], Tensor | None] = lambda: None
         """Weak reference to its `DeferredLogits`."""
         product.parts.add(self)
 
@@ -225,22 +225,17 @@ class Part:
         return self.product.compute() if output is None else output
 
 
-def _nothing() -> None:
-    return None
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is an ordinary or fake one, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
-def _changed_weights() -> Problem:
-    return Problem(
-        "logits that are first used after an optimizer step",
-        "they are computed on first use, and the weights have changed since, in a step or by "
-        "swapping in others such as averages",
-        "Use them, or call `.clone()` on them, before that.",
-    )
+_CHANGED_WEIGHTS = Problem(
+    "logits that are first used after an optimizer step",
+    "they are computed on first use, and the weights have changed since, in a step or by "
+    "swapping in others such as averages",
+    "Use them, or call `.clone()` on them, before that.",
+)
 
 
 def _changed_input(name: str) -> Problem:

@@ -107,24 +107,12 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         return problems
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         heads, _ = self._find(target)
-        return [
-            Problem(
-                f"`{block.name}`",
-                "its loss is computed in chunks already",
-                "Undo the first `ChunkedCrossEntropy` before applying another.",
-            )
-            for block in heads
-            if is_patched_with(block.module, forward)
-        ]
+        why = "its loss is computed in chunks already"
+        fix = "Undo the first `ChunkedCrossEntropy` before applying another."
+        done = (block for block in heads if is_patched_with(block.module, forward))
+        return [Problem(f"`{block.name}`", why, fix) for block in done]
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         heads, skipped = self._find(target)

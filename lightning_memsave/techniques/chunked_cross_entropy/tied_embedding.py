@@ -6,6 +6,7 @@ of the whole vocabulary, to be added to that of the head.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -40,7 +41,8 @@ def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
     weight = embedding.weight
     host = host_weight_of(weight)
     if host is not None:
-        return host.look_up(embedding, input)
+        found: Tensor = host.look_up(embedding, input)
+        return found
     has_graph = torch.is_grad_enabled() and weight.requires_grad
     if not has_graph or is_traced() or not is_plain(weight):
         plain: Tensor = previous_method(embedding, "forward")(input)
@@ -70,13 +72,13 @@ def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
     return None
 
 
+@dataclass
 class _SharedGradient:
     """A gradient between head and embedding; held by the graph, so that it is freed with it."""
 
-    def __init__(self, task: int, gradient: Tensor, num_waiting: int) -> None:
-        self.task = task
-        self.gradient = gradient
-        self.num_waiting = num_waiting
+    task: int
+    gradient: Tensor
+    num_waiting: int
 
 
 class _Embedding(torch.autograd.Function):

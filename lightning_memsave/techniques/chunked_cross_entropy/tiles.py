@@ -66,8 +66,6 @@ def tiled_argmax(call: Call, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class TiledGradients:
-    """Gradients of a loss with known normalizers, by tiles of classes."""
-
     def __init__(self, call: Call, needs: tuple[bool, ...], scale: Tensor) -> None:
         operands, num = call.operands, len(call.operands.inputs)
         # What is scaled first needs neither a copy of its sum nor a pass over it.

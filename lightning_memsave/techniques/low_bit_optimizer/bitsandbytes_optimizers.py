@@ -145,7 +145,6 @@ class _PerParameterBits(_Base):
     def get_config(
         self, group_index: int, param_index: int, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the settings of one parameter under bitsandbytes' names."""
         param = self.param_groups[group_index]["params"][param_index]
         family = KIND_BY_WORD[self.memsave_kind].family
         betas = {"momentum": ("momentum",), "rmsprop": ("alpha",)}.get(family)
@@ -191,7 +190,6 @@ class _PerParameterBits(_Base):
             p.grad = grad
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state, after checking that its tensors have the shapes of the parameters."""
         check_structure(state_dict)
         sizes, own = (
             [len(g["params"]) for g in d] for d in (state_dict["param_groups"], self.param_groups)
@@ -334,14 +332,11 @@ def _check_gradient(param: torch.Tensor) -> None:
     grad = param.grad
     if grad is None or grad.dtype == param.dtype:
         return
-    problem = Problem(
-        f"a parameter of shape {tuple(param.shape)}",
-        f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels need the same "
-        "type",
-        "Set `low_precision_weights=None` if the forward pass replaces weights; otherwise cast "
-        "gradients to the type of their parameters, or apply "
-        "`LowPrecisionWeights().round_updates(optimizer)`.",
-    )
+    why = f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels need the same "
+    fix = "Set `low_precision_weights=None` if the forward pass replaces weights; otherwise cast "
+    fix += "gradients to the type of their parameters, or apply "
+    fix += "`LowPrecisionWeights().round_updates(optimizer)`."
+    problem = Problem(f"a parameter of shape {tuple(param.shape)}", f"{why}type", fix)
     raise IncompatibleError("low_bit_optimizer", [problem])
 
 
@@ -428,7 +423,6 @@ def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_Per
 
 
 def require_bitsandbytes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where it cannot update the parameters of an optimizer."""
     import_bitsandbytes('optimizer="8bit"')
     on_gpu = any(p.is_cuda for p in parameters_of(optimizer))
     why = (on_gpu and _find_lost_library()) or find_changed_names()

@@ -35,7 +35,6 @@ def reasons_for_32bit(
     keep_32bit: Sequence[str],
     force_8bit: Sequence[str],
 ) -> dict[torch.Tensor, str]:
-    """Decide for each parameter whether its state stays 32-bit."""
     names = parameter_names(optimizer, module)
     kinds = _special_parameters(module)
     params = dict.fromkeys([*names, *(p for g in optimizer.param_groups for p in g["params"])])
@@ -58,12 +57,10 @@ def reasons_for_32bit(
 def count_tensors(
     reasons: Mapping[torch.Tensor, str], trained: Sequence[torch.Tensor], min_8bit_size: int
 ) -> Counter[str]:
-    """Count tensors by the reason why they stay 32-bit."""
     return Counter(reasons[p] or ("small" if p.numel() < min_8bit_size else "") for p in trained)
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters that get optimizer state: those that require a gradient."""
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
 

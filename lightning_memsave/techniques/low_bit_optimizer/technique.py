@@ -223,23 +223,16 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
                 object.__setattr__(self, setting, tuple(getattr(self, setting)))
             problems += wrong
         if type(self.min_8bit_size) is not int or self.min_8bit_size < 1:
-            problems.append(
-                Problem(
-                    f"`min_8bit_size={self.min_8bit_size!r}`",
-                    "it must be a number of elements, at least 1",
-                    "Use 4096.",
-                )
-            )
+            what, why = f"`min_8bit_size={self.min_8bit_size!r}`", "it must be a number of elements"
+            problems.append(Problem(what, f"{why}, at least 1", "Use 4096."))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse devices without kernels, and strategies that shard parameters."""
         problems = []
-        obstacle = None if facts.device is None else find_obstacle(facts.device)
-        if obstacle is not None:
-            why, fix = obstacle
-            problems.append(Problem(written, why, fix))
+        if facts.device is not None and (obstacle := find_obstacle(facts.device)):
+            problems.append(Problem(written, *obstacle))
         if facts.is_strategy("ModelParallelStrategy", "FSDPStrategy"):
             why = f"`{facts.strategy}` shards parameters, and bitsandbytes has no kernels for that"
             fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
@@ -261,21 +254,16 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             return []
         problems, name = [], type(target).__name__
         if any(target.state.values()):
-            problems.append(
-                Problem(
-                    f"`{name}` with state",
-                    "it has made steps already, and its state would be lost",
-                    "Switch to 8 bits before the first step, or resume from a checkpoint.",
-                )
-            )
+            why = "it has made steps already, and its state would be lost"
+            fix = "Switch to 8 bits before the first step, or resume from a checkpoint."
+            problems.append(Problem(f"`{name}` with state", why, fix))
         if any(map(is_dtensor, parameters_of(target))):
-            problems.append(
-                Problem(
-                    f"`{name}` over DTensor parameters",
-                    "bitsandbytes' kernels do not support them",
-                    "Set `optimizer=None` under FSDP2 and tensor parallelism.",
-                )
+            what, why = (
+                f"`{name}` over DTensor parameters",
+                "bitsandbytes' kernels do not support them",
             )
+            fix = "Set `optimizer=None` under FSDP2 and tensor parallelism."
+            problems.append(Problem(what, why, fix))
         return problems + self._unmatched_patterns(target)
 
     def _apply(self, target: torch.optim.Optimizer) -> Handle[torch.optim.Optimizer]:

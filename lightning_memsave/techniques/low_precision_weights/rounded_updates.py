@@ -53,7 +53,6 @@ def next_seed(seed: int) -> int:
 
 
 def first_seed(index: int) -> int:
-    """Return the 32-bit seed of the first update of the parameter at this optimizer index."""
     return (index + 1) * 2654435761 % 2**32
 
 
@@ -158,7 +157,6 @@ def _is_rounded(param: nn.Parameter) -> bool:
 
 
 def rounded_step_of(optimizer: Optimizer) -> RoundedStep | None:
-    """Return what rounds the updates of an optimizer; ``None`` if nothing does."""
     owners = owners_of(optimizer)
     return next((each for each in owners if isinstance(each, RoundedStep)), None)
 

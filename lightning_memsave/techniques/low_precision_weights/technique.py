@@ -194,14 +194,9 @@ class LowPrecisionWeights(Technique[nn.Module]):
         if not problems:
             object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
         if self.rounding not in ROUNDINGS:
-            choices = ", ".join(f'"{word}"' for word in ROUNDINGS)
-            problems.append(
-                Problem(
-                    f"`rounding={self.rounding!r}`",
-                    "there is no such rounding",
-                    f"Choose one of {choices}.",
-                )
-            )
+            what, choices = f"`rounding={self.rounding!r}`", ", ".join(f'"{r}"' for r in ROUNDINGS)
+            fix = f"Choose one of {choices}."
+            problems.append(Problem(what, "there is no such rounding", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
 
@@ -212,57 +207,34 @@ class LowPrecisionWeights(Technique[nn.Module]):
         return cls(value) if is_rounding else super().from_value(value)
 
     def is_served(self, target: nn.Module) -> bool:
-        """Return True: optimizers round weights that are bfloat16 already.
-
-        Args:
-            target: The model.
-
-        Returns:
-            True.
-        """
+        """Return True: optimizers round weights that are bfloat16 already."""
         return True
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse strategies that decide the dtype of gradients or weights themselves."""
         problems = []
         if facts.is_strategy("DDPStrategy"):
-            problems.append(
-                Problem(
-                    f"{written} with `{facts.strategy}`",
-                    "it fixes the type of gradients, so that those of micro-batches would be "
-                    "summed in bfloat16",
-                    f"Train on one GPU, or set `{self.argument}=None`.",
-                )
+            why = (
+                "it fixes the type of gradients, so that those of micro-batches would be summed in "
             )
+            fix = f"Train on one GPU, or set `{self.argument}=None`."
+            what = f"{written} with `{facts.strategy}`"
+            problems.append(Problem(what, f"{why}bfloat16", fix))
         if facts.is_strategy(*SHARDED):
-            problems.append(
-                Problem(
-                    written,
-                    f"`{facts.strategy}` decides itself in which type it keeps and gathers weights",
-                    f"Set `{self.argument}=None`, and use the strategy's own mixed precision.",
-                )
-            )
+            why = f"`{facts.strategy}` decides itself in which type it keeps and gathers weights"
+            fix = f"Set `{self.argument}=None`, and use the strategy's own mixed precision."
+            problems.append(Problem(written, why, fix))
         return problems
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            All problems.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         names = [name for name, _ in target.named_parameters(remove_duplicate=False)]
         problems = unmatched_patterns("keep_fp32", self.keep_fp32, names) if names else []
         if any(map(is_dtensor, target.parameters())):
-            problems.append(
-                Problem(
-                    f"`{type(target).__name__}` with DTensor parameters",
-                    "their shards are updated by the strategy's own rules",
-                    "Set `low_precision_weights=None`, and use FSDP2's `MixedPrecisionPolicy`.",
-                )
-            )
+            what = f"`{type(target).__name__}` with DTensor parameters"
+            why = "their shards are updated by the strategy's own rules"
+            fix = "Set `low_precision_weights=None`, and use FSDP2's `MixedPrecisionPolicy`."
+            problems.append(Problem(what, why, fix))
         return problems
 
     def round_updates(self, optimizer: Optimizer) -> Handle[Optimizer]:
@@ -446,19 +418,10 @@ def _widen(params: list[nn.Parameter]) -> None:
 def _problems_of(optimizer: Optimizer) -> list[Problem]:
     what, problems = f"`{type(optimizer).__name__}`", wrapper_problems(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
-        problems.append(
-            Problem(
-                what,
-                "it tries several updates in one step and reverts them",
-                "Use another optimizer, or set `low_precision_weights=None`.",
-            )
-        )
+        why = "it tries several updates in one step and reverts them"
+        fix = "Use another optimizer, or set `low_precision_weights=None`."
+        problems.append(Problem(what, why, fix))
     if rounded_step_of(optimizer) is not None:
-        problems.append(
-            Problem(
-                what,
-                "it rounds its updates already",
-                "Undo the handle of the first `round_updates`.",
-            )
-        )
+        fix = "Undo the handle of the first `round_updates`."
+        problems.append(Problem(what, "it rounds its updates already", fix))
     return problems

@@ -12,6 +12,7 @@ from lightning_memsave.core.blocks import (
     BlockSelector,
     ancestors,
     as_selectors,
+    compiled_in,
     find_blocks,
     is_given_cache,
 )
@@ -115,20 +116,12 @@ class BlockMicroBatching(Technique[nn.Module]):
             what, why = f"`{type(target).__name__}`", "its blocks run on a few samples already"
             return [Problem(what, why, "Call `handle.undo()` of the first one.")]
         # A block that was replaced by its compiled form is inside of it.
-        inside_and_around = [
-            pair
-            for block in blocks
-            for pair in (
-                *block.module.named_modules(prefix=block.name),
-                *((name, target.get_submodule(name)) for name in ancestors(block.name)),
-            )
-        ]
-        compiled = [
-            name
-            for name, module in inside_and_around
-            if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-        ]
-        return [compiled_problem(compiled[0])] if compiled else []
+        pairs: list[tuple[str, nn.Module]] = []
+        for block in blocks:
+            pairs += block.module.named_modules(prefix=block.name)
+            pairs += [(name, target.get_submodule(name)) for name in ancestors(block.name)]
+        compiled = compiled_in(pairs)
+        return [compiled_problem(compiled)] if compiled else []
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         blocks = [

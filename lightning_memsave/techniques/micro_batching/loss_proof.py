@@ -6,9 +6,9 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -165,14 +165,10 @@ def _with_state_kept(check: LossCheck, find: Callable[[ModuleState], Proof]) -> 
             state.restore()
 
 
-@dataclass(frozen=True)
-class _Samples:
+class _Samples(NamedTuple):
     both: Any
     one: Any
     other: Any
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (self.both, self.one, self.other)
 
 
 def _two_samples(check: LossCheck, whole: Whole) -> _Samples | None:

@@ -138,32 +138,25 @@ class MicroBatching(Technique[Step]):
             why, fix = "batches are split before they come to the model", 'Write `of="blocks"` too.'
             unused = self.blocks is not None
             return [Problem(f"`blocks={self.blocks!r}`", why, fix)] if unused else []
-        whys = {
-            "micro_batch_size": (
-                self.micro_batch_size == "halve",
-                "a block runs on a number of samples that does not change",
-                'Write it, as in `MicroBatching(1, of="blocks")`.',
-            ),
-            "loss_weight": (
-                self.loss_weight != "auto",
-                "the loss is that of the whole batch",
-                "Remove it.",
-            ),
-            "split_batch": (
-                self.split_batch is not None,
-                "the batch stays whole, and tensors in the arguments of blocks are split",
-                "Remove it.",
-            ),
-            "evaluation": (
-                self.evaluation is not None,
-                "blocks run in the same way in evaluation",
-                "Remove it.",
-            ),
-        }
+        whys = {}
+        if self.micro_batch_size == "halve":
+            whys["micro_batch_size"] = "a block runs on a number of samples that does not change"
+        if self.loss_weight != "auto":
+            whys["loss_weight"] = "the loss is that of the whole batch"
+        if self.split_batch is not None:
+            whys["split_batch"] = (
+                "the batch stays whole, and tensors in the arguments of blocks are split"
+            )
+        if self.evaluation is not None:
+            whys["evaluation"] = "blocks run in the same way in evaluation"
+        fixes = {"micro_batch_size": 'Write it, as in `MicroBatching(1, of="blocks")`.'}
         return [
-            Problem(f'`{name}={getattr(self, name)!r}` with `of="blocks"`', why, fix)
-            for name, (is_given, why, fix) in whys.items()
-            if is_given
+            Problem(
+                f'`{name}={getattr(self, name)!r}` with `of="blocks"`',
+                why,
+                fixes.get(name, "Remove it."),
+            )
+            for name, why in whys.items()
         ]
 
     @classmethod
@@ -172,14 +165,7 @@ class MicroBatching(Technique[Step]):
         return super().from_value("halve" if value == "auto" else value)
 
     def check(self, target: Step) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The step.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         if self.of == "blocks":
             why, fix = "a step has no blocks", f"Use `BlockMicroBatching({self.micro_batch_size})`."
             return [Problem('`MicroBatching(of="blocks")` in a loop', why, fix)]

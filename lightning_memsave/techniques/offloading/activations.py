@@ -12,7 +12,7 @@ from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.techniques.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.copies import Copies, nothing_to_wait_for
 from lightning_memsave.techniques.offloading.stashes import HostBuffers, Kept, Saved, Stash
 
 _OFFLOADED = "_memsave_offloaded_activations"
@@ -150,8 +150,14 @@ class OffloadedActivations:
             module = self._running[0]
             resident = [*module.parameters(), *module.buffers()]
             device = next((each.device for each in resident), None)
-            plain = [each for each in resident if _has_storage(each)]
-            self._home = device, {each.untyped_storage()._cdata for each in plain}
+            self._home = (
+                device,
+                {
+                    each.untyped_storage()._cdata
+                    for each in resident
+                    if each.layout is torch.strided and not hasattr(each, "__tensor_flatten__")
+                },
+            )
         device, storages = self._home
         is_here = device is None or tensor.device == device
         return is_here and tensor.untyped_storage()._cdata not in storages
@@ -190,7 +196,7 @@ class OffloadedActivations:
                 for stash, buffer in zip(stashes, buffers, strict=True):
                     stash.leave_for(buffer)
         if not by_copies:
-            self._leaving.append((_nothing_to_wait_for, [], place))
+            self._leaving.append((nothing_to_wait_for, [], place))
 
     def _end_leaving(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -239,10 +245,6 @@ class OffloadedActivations:
             queue(self._let_all_go)
 
 
-def _nothing_to_wait_for() -> None:
-    pass
-
-
 def _top_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -255,10 +257,6 @@ def _saves_here() -> bool:
         and torch._C._current_graph_task_id() == _NO_TASK
         and _top_hooks() is None
     )
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
 # What is restored has the same bytes, but neither a class nor attributes of its own.

@@ -14,7 +14,6 @@ from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.flat_memory import shares_memory
 from lightning_memsave.techniques.host_weight import (
-    HostWeight,
     host_weight_of,
     is_asking,
     set_host_weight,
@@ -27,7 +26,7 @@ _LEFT_OUT = 'leave out `"embeddings"`'
 _NOT_IN_BACKWARD = -1
 
 
-class HostTable(HostWeight):
+class HostTable:
     """An embedding's weight on the host, of which the device gets rows or tiles.
 
     Autograd makes the gradient of look-ups on the host, as it does without. That of a tied head
@@ -35,8 +34,7 @@ class HostTable(HostWeight):
     """
 
     def __init__(self, residence: Residence, part: Part) -> None:
-        (weight,) = part.params
-        super().__init__(weight)
+        (self.weight,) = part.params
         self._residence = weakref.ref(residence)
         self._part = part
         self._of_tiles: Tensor | None = None  # used again
@@ -50,6 +48,7 @@ class HostTable(HostWeight):
         return rows
 
     def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
+        """Bring tiles of rows to the device, the next one while one is used."""
         self._begin()
         copies, host = self.residence.copies, self.weight.data
         num = max(place.stop - place.start for place in places)
@@ -72,6 +71,7 @@ class HostTable(HostWeight):
                 wait()
 
     def add_gradient(self, place: slice, gradient: Tensor) -> None:
+        """Add the gradient of a tile to that of the weight; call it in backward."""
         if not self._is_wanted():
             return
         copies, (whole, has_gradient) = self.residence.copies, self._opened()
@@ -86,7 +86,6 @@ class HostTable(HostWeight):
 
     @property
     def residence(self) -> Residence:
-        """What brings parameters to the device."""
         residence = self._residence()
         assert residence is not None, "the model holds it"
         return residence
@@ -227,7 +226,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
     if host is None:
         plain: Tensor = previous_method(self, "forward")(input)
         return plain
-    return host.look_up(self, input)
+    found: Tensor = host.look_up(self, input)
+    return found
 
 
 def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:

@@ -59,7 +59,6 @@ class HostUpdates(StepOwner):
         return [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
-        """Update what is on the host while the next step begins."""
         self.residence.leave()
         updated: set[int] = set()
         params = parameters_of(optimizer)
@@ -171,7 +170,11 @@ class HostUpdates(StepOwner):
             for param, grad in gradients.items()
             if part.is_split(param)
             or grad.dtype is not part.weight_of(param).dtype
-            or (is_large and _has_temporaries(double, stand_ins[id(param)]))
+            or (
+                is_large
+                and is_tiled(double, stand_ins[id(param)])
+                and not group_of(double, stand_ins[id(param)]).get("fused")
+            )
         ]
         plain = [stand_ins[id(param)] for param in gradients if param not in {*others}]
 
@@ -243,10 +246,6 @@ def _double(
         for group in optimizer.param_groups
     ]
     return double_of(optimizer, groups, state)
-
-
-def _has_temporaries(double: Optimizer, stand_in: nn.Parameter) -> bool:
-    return is_tiled(double, stand_in) and not group_of(double, stand_in).get("fused")
 
 
 def _step_in_float32(

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,6 @@ _NO_TASK = -1
 _PART = "_memsave_part"
 
 
-class Taker(Protocol):
-    """Takes gradients in the place of `Gradients.receive`."""
-
-    def take(self, param: nn.Parameter, part: Part) -> bool:
-        """Take a complete gradient, or return False."""
-
-
 class Residence:
     """Decides when the parameters of a model are on the device."""
 
@@ -54,8 +47,9 @@ class Residence:
         self.is_watched = False
         """Whether code between two steps may read or change weights, in ways that torch does not
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
-        self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
-        """What updates parameters as soon as their gradients are complete."""
+        self.takers: list[Any] = []
+        """What updates parameters as soon as their gradients are complete; each ``take`` says
+        whether it has taken a gradient."""
         self.memory = memory
         some = [*params, *tables][0]
         self.device = some.device
@@ -397,17 +391,13 @@ class Residence:
         before = torch.empty(0, dtype=some.dtype, device=device)
         after = convert(before)
         if after.dtype is not before.dtype:
-            raise IncompatibleError(
-                "offloading",
-                [
-                    Problem(
-                        f"a conversion of the model to {after.dtype}",
-                        f"its weights wait on the host in {before.dtype}",
-                        "Convert the model before it is offloaded, or use "
-                        '`precision="bf16-mixed"` instead of `"bf16-true"`.',
-                    )
-                ],
+            what = f"a conversion of the model to {after.dtype}"
+            fix = 'Convert the model before it is offloaded, or use `precision="bf16-mixed"` '
+            why, fix = (
+                f"its weights wait on the host in {before.dtype}",
+                f'{fix}instead of `"bf16-true"`.',
             )
+            raise IncompatibleError("offloading", [Problem(what, why, fix)])
         if after.device != self.device:
             self.device = after.device
             self.copies = copies_for(after, self.worker, self.memory)

@@ -4,13 +4,19 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors, find_blocks
+from lightning_memsave.core.blocks import (
+    Block,
+    BlockSelector,
+    as_selectors,
+    compiled_in,
+    find_blocks,
+)
 from lightning_memsave.core.memory import is_fake, on_cuda
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
@@ -185,54 +191,31 @@ class Offloading(Technique[nn.Module]):
             problems.append(Problem(written, f"`precision={facts.precision!r}` {why}", fix))
         if facts.world_size == 1 and not facts.is_strategy(*SHARDED, "DDPStrategy"):
             return problems
-        fix = f"Train in one process without a strategy, or set `{self.argument}=None`."
+        fix = "Train in one process without a strategy, or"
         if facts.is_strategy(*SHARDED):
-            fix = (
-                f"Use the strategy's own offloading, such as `CPUOffloadPolicy` of FSDP2, and set "
-                f"`{self.argument}=None`."
-            )
+            fix = "Use the strategy's own offloading, such as `CPUOffloadPolicy` of FSDP2, and"
+        fix += f" set `{self.argument}=None`."
         why = f"`{facts.strategy}` moves weights and gradients itself"
         return [*problems, Problem(written, why, fix)]
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         problems = []
         if residence_of(target) is not None:
             what, why = f"`{type(target).__name__}`", "it is offloaded already"
             problems.append(Problem(what, why, "Call `handle.undo()` of the first one."))
-        problems += [
-            Problem(
-                f"`{type(optimizer).__name__}`",
-                "it updates parameters of this model in backward already, on the device",
-                "Apply `Offloading` before `OptimizerInBackward`.",
-            )
-            for optimizer, _ in in_backward_of(target.parameters())
-            if self.has_weights
-        ]
-        compiled = [
-            name or type(target).__name__
-            for name, module in target.named_modules()
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        ]
-        if compiled:
-            problems.append(compiled_problem(compiled[0]))
+        why = "it updates parameters of this model in backward already, on the device"
+        fix = "Apply `Offloading` before `OptimizerInBackward`."
+        updated = in_backward_of(target.parameters()) if self.has_weights else ()
+        problems += [Problem(f"`{type(one).__name__}`", why, fix) for one, _ in updated]
+        if compiled := compiled_in(target.named_modules()):
+            problems.append(compiled_problem(compiled))
         needed, limit = self.host_bytes(target)
         if needed > limit:
-            problems.append(
-                Problem(
-                    f"{format_bytes(needed)} of host memory",
-                    f"`host_budget` is {format_bytes(int(limit))}"
-                    + (", half of what is free" if self.host_budget is None else ""),
-                    f"Free host memory, or pass `host_budget={needed}` if there is enough.",
-                )
-            )
+            why = f"`host_budget` is {format_bytes(int(limit))}"
+            why += ", half of what is free" if self.host_budget is None else ""
+            fix = f"Free host memory, or pass `host_budget={needed}` if there is enough."
+            problems.append(Problem(f"{format_bytes(needed)} of host memory", why, fix))
         return problems
 
     def host_bytes(self, target: nn.Module) -> tuple[int, float]:
@@ -256,23 +239,13 @@ class Offloading(Technique[nn.Module]):
         return self._bytes_of(params) + 2 * self.bytes_per_gradient * largest, limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
-        """Apply the technique.
-
-        Args:
-            target: The model.
-
-        Returns:
-            The handle, with ``undo`` and ``wait``.
-        """
-        handle = super().apply(target)
-        assert isinstance(handle, OffloadingHandle), "`_apply` makes it"
-        return handle
+        """Apply the technique."""
+        return cast(OffloadingHandle, super().apply(target))
 
     def _apply(self, target: nn.Module) -> OffloadingHandle:
         memory, blocks = HostMemory(), find_blocks(target, self.blocks)
-        worker = HostWorker(
-            in_background=not any(map(is_fake, target.parameters())), num_threads=self.num_threads
-        )
+        is_here = not any(map(is_fake, target.parameters()))
+        worker = HostWorker(in_background=is_here, num_threads=self.num_threads)
         residence: Residence | None = None
         changes: list[str] = []
         skipped: list[str] = []

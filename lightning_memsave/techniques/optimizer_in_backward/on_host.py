@@ -77,8 +77,8 @@ class UpdatesInBackward(GradientUpdates):
     def start(self) -> list[Callable[[], None]]:
         residence = self._residence()
         assert residence is not None, "the caller holds the model"
-        residence.takers.add(self)
-        return [lambda: residence.takers.discard(self), *super().start()]
+        residence.takers.append(self)
+        return [lambda: residence.takers.remove(self), *super().start()]
 
     def forget(self) -> None:
         """Reset the state of the current step; updates that run are not stopped."""

@@ -30,7 +30,6 @@ _SMALL_BYTES = 2**16
 
 
 def open_to_keep(optimizers: Iterable[Optimizer]) -> list[HeldGradients]:
-    """Find the gradients that are held for these optimizers and may stay on the device."""
     found = [ACTIVE_UPDATES.get(optimizer) for optimizer in optimizers]
     held = [updates.held for updates in found if updates is not None]
     return [each for each in held if each is not None and each.kept_bytes is None]
