@@ -215,7 +215,8 @@ def _call_with_optimizer(function: Hook, optimizer: Optimizer, *_: object) -> No
 
 
 ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-"""Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it."""
+"""Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it, and
+those of other models are looked for."""
 
 
 def all_in_backward() -> list[tuple[Optimizer, Any]]:

@@ -111,7 +111,7 @@ class Product:
         self.settings = settings
         self.device = operands.inputs[0].device
         self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
-        """The output and its views."""
+        """The output and its views, as long as a tensor or a graph holds them."""
         self.is_pinned = False
         """Whether losses must use materialized logits: they were changed, or have a hook."""
         self.has_loss = False

@@ -51,6 +51,7 @@ class OffloadedActivations:
         self._running: tuple[nn.Module, saved_tensors_hooks] | None = None
         # Of the running block: its device, and storages that stay there.
         self._home: tuple[torch.device | None, set[int]] | None = None
+        # Weakly: stashes end with what autograd has saved, and give their host memory back then.
         self._stashes: weakref.WeakValueDictionary[int, Stash] = weakref.WeakValueDictionary()
         # By block, in the order in which they ran, as far as a backward pass can come.
         self._saved: list[list[weakref.ref[Stash]]] = []

@@ -116,7 +116,7 @@ class HostTable:
         try:
             return bool(torch._C._will_engine_execute_node(self._node))
         except RuntimeError as error:
-            raise IncompatibleError("offloading", [_captured()]) from error
+            raise IncompatibleError("offloading", [_CAPTURED]) from error
 
     # By now all heads and look-ups of this backward pass have computed theirs.
     @torch.no_grad()
@@ -280,9 +280,8 @@ def _why_not_embedding(embedding: nn.Embedding) -> tuple[str, str]:
     return "", ""
 
 
-def _captured() -> Problem:
-    return Problem(
-        "`torch.autograd.grad` for a table that is tied to a head",
-        "the gradient of the head is made tile by tile, and goes into that of the weight",
-        f"Use `backward` and the weight's `grad`, or {_LEFT_OUT}.",
-    )
+_CAPTURED = Problem(
+    "`torch.autograd.grad` for a table that is tied to a head",
+    "the gradient of the head is made tile by tile, and goes into that of the weight",
+    f"Use `backward` and the weight's `grad`, or {_LEFT_OUT}.",
+)

@@ -276,7 +276,13 @@ class Part:
         with host_copies():
             for index, data, sent in found:
                 if data.dtype is not sent.dtype:
-                    raise IncompatibleError("offloading", [_other_type(data, sent)])
+                    # Another type makes a new node for its gradient, of which nothing here knows.
+                    why = (
+                        f"forward replaces it by {data.dtype}, and on the device it is {sent.dtype}"
+                    )
+                    fix = "Set `low_precision_weights=None`, or keep its type in forward."
+                    problem = Problem(f"a parameter of shape {tuple(data.shape)}", why, fix)
+                    raise IncompatibleError("offloading", [problem])
                 new, weight = data.cpu(), self._weights[index]
                 # Where it was not written, a weight keeps what its copy lacks.
                 weight.copy_(torch.where(new == sent, weight, new.to(weight.dtype)))
@@ -409,10 +415,3 @@ class Part:
     def _versions(self) -> _Versions:
         pairs = zip(self.params, self._weights, strict=True)
         return self._num_changes, [(p._version, w._version) for p, w in pairs]
-
-
-# Another type makes a new node for its gradient, of which nothing here knows.
-def _other_type(data: Tensor, sent: Tensor) -> Problem:
-    what = f"a parameter of shape {tuple(data.shape)}"
-    why = f"forward replaces it by {data.dtype}, and on the device it is {sent.dtype}"
-    return Problem(what, why, "Set `low_precision_weights=None`, or keep its type in forward.")

@@ -31,6 +31,7 @@ class HeldGradients:
         """Called with the bytes of complete gradients, for a prediction of when they come."""
         self._num_bytes = 0  # of those that have come
         self._coefficient: Tensor | None = None
+        # Weakly by parameter, as the hooks that lead here.
         self._gradients: Any = WeakTensorKeyDictionary()
         self._norms: Any = WeakTensorKeyDictionary()
         self._copies: Any = WeakTensorKeyDictionary()

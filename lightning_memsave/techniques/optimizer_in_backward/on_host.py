@@ -100,7 +100,10 @@ class UpdatesInBackward(GradientUpdates):
         assert residence is not None, "its hook runs"
         assert grad is not None, "hooks run when there is a gradient"
         if residence.updates_of(optimizer) is None:
-            raise IncompatibleError("optimizer_in_backward", [_not_in_background(optimizer)])
+            why = "its weights are on the host, and nothing updates them there beside backward"
+            fix = "Call `Offloading.update_in_background(optimizer)` before the first step."
+            problem = Problem(f"`{type(optimizer).__name__}`", why, fix)
+            raise IncompatibleError("optimizer_in_backward", [problem])
         with self._lock:
             self._mark_as_taken(optimizer, param)
             if part in residence.tables:
@@ -183,11 +186,3 @@ class UpdatesInBackward(GradientUpdates):
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _not_in_background(optimizer: Optimizer) -> Problem:
-    return Problem(
-        f"`{type(optimizer).__name__}`",
-        "its weights are on the host, and nothing updates them there beside backward",
-        "Call `Offloading.update_in_background(optimizer)` before the first step.",
-    )
