@@ -94,10 +94,7 @@ def owners_of(
     return owners
 
 
-def as_selectors(
-    selectors: BlockSelector | Sequence[BlockSelector],
-) -> tuple[BlockSelector, ...]:
-    """Convert one or several selectors to a tuple."""
+def as_selectors(selectors: BlockSelector | Sequence[BlockSelector]) -> tuple[BlockSelector, ...]:
     several = (
         tuple(selectors)
         if isinstance(selectors, Sequence) and not isinstance(selectors, str)
@@ -126,7 +123,6 @@ def _is_selector(selector: object) -> bool:
 
 
 def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:
-    """Convert a selector to a function of module name and module that returns a bool."""
     if isinstance(selector, str) and not selector.startswith("re:"):
         return lambda _, module: any(c.__name__ == selector for c in type(module).__mro__)
     if isinstance(selector, str | re.Pattern):
@@ -177,12 +173,19 @@ def _outermost(named: dict[str, nn.Module], chosen: Iterable[str]) -> list[Block
 
 
 def is_given_cache(args: Any, kwargs: Any) -> bool:
-    """Return whether a block of Hugging Face is called with a key-value cache."""
     # Without an import of transformers there is no instance of its classes.
     cache_utils = sys.modules.get("transformers.cache_utils")
     return cache_utils is not None and any(
         isinstance(value, cache_utils.Cache) for value in (*args, *kwargs.values())
     )
+
+
+def compiled_in(named: Iterable[tuple[str, nn.Module]]) -> str:
+    """Return the name of the first module that is compiled, of a root its class; empty for none."""
+    for name, module in named:
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return name or type(module).__name__
+    return ""
 
 
 def ancestors(name: str) -> list[str]:

@@ -21,16 +21,7 @@ def is_installed(path: str) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iterator[BinaryIO]:
-    """Write a file beside its place, and put it there when it is complete.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replacing(f"{folder}/x.txt") as file:
-        ...         _ = file.write(b"all of it")
-        ...     Path(folder, "x.txt").read_text()
-        'all of it'
-    """
+    """Write a file beside its place, and put it there when it is complete."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
@@ -55,12 +46,9 @@ def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iter
 
 
 def write_file(directory: str, name: str, content: str | bytes) -> None:
-    """Write a file into a folder, which is made if it does not exist."""
     # Here, as commands that write no report start faster without it.
     from fsspec.core import url_to_fs  # type: ignore[import-untyped] # noqa: PLC0415
-    from fsspec.implementations.local import (  # type: ignore[import-untyped] # noqa: PLC0415
-        LocalFileSystem,
-    )
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped] # noqa: PLC0415
 
     data = content.encode() if isinstance(content, str) else content
     filesystem, folder = url_to_fs(directory)

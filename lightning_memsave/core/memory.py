@@ -12,8 +12,6 @@ from torch import Tensor, UntypedStorage
 
 from lightning_memsave.units import format_bytes
 
-_FORMER_CATEGORIES = frozenset({"cuda_context", "allocator_slack"})
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
@@ -79,9 +77,7 @@ class MemoryBreakdown:
         Returns:
             The breakdown.
         """
-        # Earlier reports have two more categories, which were always 0.
-        known = {name: n for name, n in by_category.items() if name not in _FORMER_CATEGORIES}
-        return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in known.items()})
+        return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in by_category.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON.
@@ -164,7 +160,6 @@ def counted_as(category: str) -> Iterator[None]:
 
 
 def category_in_context() -> str:
-    """Return the category inside `counted_as`; empty outside."""
     return _context.category
 
 
@@ -210,12 +205,10 @@ def mark_of(storage: UntypedStorage) -> str | None:
 
 
 def is_host(storage: UntypedStorage) -> bool:
-    """Return whether a storage was marked with `mark_as_host`."""
     return mark_of(storage) == HOST
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is a fake tensor."""
     # Without an import there is no instance.
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)

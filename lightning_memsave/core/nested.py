@@ -101,12 +101,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
-    """Count the samples of a batch.
-
-    Example:
-        >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0})
-        4
-    """
+    """Count the samples of a batch."""
     sizes = {path: size for path, size in _sizes(batch) if path not in whole}
     if len(set(sizes.values())) == 1:
         return next(iter(sizes.values()))
@@ -125,14 +120,7 @@ def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
 
 
 def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -> list[Any]:
-    """Split a batch into batches of at most a number of samples.
-
-    Example:
-        >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(5, 2)}, 2)]
-        [2, 2, 1]
-        >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(7, 2)}, 3)]
-        [3, 2, 2]
-    """
+    """Split a batch into batches of at most a number of samples."""
     num_samples = count_samples(batch, whole)
     if size >= num_samples:
         return [batch]
@@ -144,12 +132,7 @@ def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -
 
 
 def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = frozenset()) -> Any:
-    """Copy some samples of a batch.
-
-    Example:
-        >>> pick_samples({"x": torch.tensor([5, 6, 7]), "names": ["a", "b", "c"]}, [2, 0])
-        {'x': tensor([7, 5]), 'names': ['c', 'a']}
-    """
+    """Copy some samples of a batch."""
 
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -162,7 +145,6 @@ def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = fr
 
 
 def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
-    """List candidates for leaves that are shared by all samples."""
     leaves = [(path, value) for path, value in leaves_of(batch) if isinstance(value, Tensor)]
     sizes = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
     single = {path for path, leaf in leaves if leaf.ndim and leaf.shape[0] == 1 and len(sizes) > 1}
@@ -203,14 +185,7 @@ def path_text(path: Path) -> str:
 def merge_outputs(
     outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], path: str = "output"
 ) -> Any:
-    """Merge the outputs of a function for micro-batches to that of the whole batch.
-
-    Example:
-        >>> first = {"loss": 1.0, "ids": torch.tensor([7])}
-        >>> second = {"loss": 4.0, "ids": torch.tensor([8, 9, 6])}
-        >>> merge_outputs([first, second], [1, 3], [0.25, 0.75])
-        {'loss': 3.25, 'ids': tensor([7, 8, 9, 6])}
-    """
+    """Merge the outputs of a function for micro-batches to that of the whole batch."""
     first = outputs[0]
     if all(isinstance(output, Tensor) for output in outputs):
         return _merge_tensors(outputs, sizes, weights, path)

@@ -74,6 +74,27 @@ def unpatch(owner: object) -> None:
                 attributes[name] = previous
 
 
+class _Own:
+    """What belongs to one object: its copies, shallow ones too, and its pickles do not have it."""
+
+    def __init__(self, owner: object, value: Any) -> None:
+        self.owner_id, self.value = id(owner), value
+
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        return set, ()  # so that pickles need nothing of this package
+
+
+def set_own(owner: object, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute that copies and pickles of an object do not have, in place of a registry."""
+    vars(owner)[name] = _Own(owner, value)
+    return lambda: vars(owner).pop(name, None)
+
+
+def own(owner: object, name: str) -> Any:
+    found = vars(owner).get(name)
+    return found.value if isinstance(found, _Own) and found.owner_id == id(owner) else None
+
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -93,7 +114,6 @@ def previous_method(owner: object, name: str, *, is_outer: bool = False) -> Call
 
 
 def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
-    """Return whether an object is patched with this function now."""
     places = (function.__name__, _INSIDE.format(function.__name__))
     return any(_holds(owner, place, function) for place in places)
 

@@ -22,7 +22,6 @@ def as_plain_text(*shown: RenderableType) -> str:
 
 
 def figure_table(*columns: str, numbers: Collection[str] = ()) -> Table:
-    """Make an empty table without borders."""
     table = Table(box=None, pad_edge=False)
     for name in columns:
         if name in numbers:

@@ -1,8 +1,10 @@
 """Save and restore random states, tensors of any layout, and the contents of containers."""
 
 import collections
+import contextlib
 import random
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +19,6 @@ CONTAINERS = {
 
 
 class RandomState:
-    """States of the global random number generators."""
-
     def __init__(self, devices: set[torch.device], of_torch_only: bool = False) -> None:
         self._cpu = torch.get_rng_state()
         self._python = None if of_torch_only else random.getstate()
@@ -37,7 +37,6 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
     def has_changed(self) -> bool:
-        """Return whether random numbers have been drawn since."""
         return (
             self.has_changed_beside_torch()
             or not torch.equal(self._cpu, torch.get_rng_state())
@@ -86,6 +85,19 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
+@contextlib.contextmanager
+def with_attribute(owners: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of objects inside, and give each back its own afterwards."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
+    for owner, _ in before:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, own in before:
+            setattr(owner, name, own)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether the values are elements of one storage: not sparse, opaque or nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
@@ -123,7 +135,6 @@ def copy_of(tensor: Tensor, *, on_host: bool = False) -> Tensor:
 
 
 def write_back(tensor: Tensor, before: Tensor) -> None:
-    """Give a tensor the values of its copy."""
     # Tensors made under `torch.inference_mode` can only be written under it.
     with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         once(tensor).copy_(before)

@@ -238,14 +238,12 @@ class Technique(ABC, Generic[TargetT]):
 
 
 def settings_of(technique: Technique[Any]) -> dict[str, Any]:
-    """Give the settings of a technique that are not the defaults."""
     own = {f.name: f.default for f in fields(technique) if f.repr}  # type: ignore[arg-type]
     values = {name: getattr(technique, name) for name in own}
     return {name: value for name, value in values.items() if value != own[name]}
 
 
 def as_config(technique: Technique[Any]) -> dict[str, Any]:
-    """Write a technique as LightningCLI reads it."""
     settings = settings_of(technique)
     plain = {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
     return {"class_path": f"lightning_memsave.{type(technique).__name__}", "init_args": plain}

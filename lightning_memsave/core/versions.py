@@ -15,12 +15,10 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Read the versions of what a run depends on."""
     return {"python": platform.python_version(), **installed_versions(PACKAGES)}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Read the versions of packages."""
     found = {}
     for package in packages:
         try:

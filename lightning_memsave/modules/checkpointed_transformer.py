@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.modules.hugging_face import (
-    TASKS,
-    Recipe,
-    only_plain,
-    read_recipe,
-)
+from lightning_memsave.modules.hugging_face import TASKS, Recipe, only_plain, read_recipe
 from lightning_memsave.modules.mixins import MemSaveMixin, everything_off
 from lightning_memsave.modules.steps import SCHEDULES, TransformerSteps, make_metrics
 

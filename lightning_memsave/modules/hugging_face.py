@@ -50,15 +50,12 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to create a model."""
-
     config: Any
     task: str
     weights: str | None = None
     model: Any = None
 
     def build(self) -> nn.Module:
-        """Create the Hugging Face model, in float32 and in training mode."""
         if self.model is not None:
             model = self.model
         elif self.weights is None:
@@ -69,7 +66,6 @@ class Recipe:
         return model.train()  # type: ignore[no-any-return] # transformers says nothing
 
     def plain_config(self) -> dict[str, Any]:
-        """Return the config as plain values, as checkpoints need it."""
         plain: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         attention = getattr(self.config, "_attn_implementation", None)
         if attention is not None:  # changes results by rounding; `to_json_string` drops it
@@ -146,25 +142,18 @@ def _no_task(config: Any, architectures: list[str]) -> Problem:
 
 def _task_problems(config: Any, task: str) -> list[Problem]:
     if type(config) not in _auto(_MAPPINGS[task]):
-        return [
-            Problem(
-                f"`task={task!r}`",
-                f"transformers has no such model for `{type(config).__name__}`",
-                "Use another task, or subclass and set `self.model`.",
-            )
-        ]
+        why = f"transformers has no such model for `{type(config).__name__}`"
+        fix = "Use another task, or subclass and set `self.model`."
+        return [Problem(f"`task={task!r}`", why, fix)]
     if task != "sequence_classification":
         return []
     is_single_label = config.problem_type in (None, "single_label_classification")
     if config.num_labels > 1 and is_single_label:
         return []
-    return [
-        Problem(
-            f"`num_labels={config.num_labels}` with `problem_type={config.problem_type!r}`",
-            "without a subclass only single-label classification with two or more classes works",
-            "Use `num_labels=2` or more, or subclass and write your own `training_step`.",
-        )
-    ]
+    what = f"`num_labels={config.num_labels}` with `problem_type={config.problem_type!r}`"
+    why = "without a subclass only single-label classification with two or more classes works"
+    fix = "Use `num_labels=2` or more, or subclass and write your own `training_step`."
+    return [Problem(what, why, fix)]
 
 
 def _model_problems(model: Any, task: str, num_labels: int | None) -> list[Problem]:

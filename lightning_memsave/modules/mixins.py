@@ -9,10 +9,9 @@ from typing import Any, ClassVar, cast
 
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.trainer.trainer import PACKAGES
 
@@ -23,15 +22,8 @@ _Callback = MemSaveCallback | GPUMemoryMonitor
 _BROUGHT = "_memsave_brought_by_module"
 
 
-class _Cache:
-    """The callback of one module; copies and pickles of the module create their own."""
-
-    def __init__(self) -> None:
-        self.arguments: dict[str, Any] | None = None
-        self.callbacks: list[_Callback] = []
-
-    def __reduce__(self) -> tuple[type["_Cache"], tuple[()]]:
-        return _Cache, ()
+# The callbacks of one module, and their arguments; copies of the module create their own.
+_CACHE = "_memsave_cache"
 
 
 class MemSaveMixin:
@@ -86,13 +78,15 @@ class MemSaveMixin:
         return [*callbacks, *filter(is_wanted, own)]
 
     def _own_callbacks(self) -> list[_Callback]:
-        cache = cast(_Cache, vars(self).setdefault("_memsave_cache", _Cache()))
+        callbacks: list[_Callback]
+        before, callbacks = own(self, _CACHE) or (None, [])
         arguments = self._base_arguments() | _asked_for(type(self), self)
-        if arguments != cache.arguments:
-            cache.arguments, cache.callbacks = arguments, _make_callbacks(arguments)
-            for callback in cache.callbacks:
+        if arguments != before:
+            callbacks = _make_callbacks(arguments)
+            set_own(self, _CACHE, (arguments, callbacks))
+            for callback in callbacks:
                 setattr(callback, _BROUGHT, True)
-        return cache.callbacks
+        return callbacks
 
 
 class ActivationCheckpointingMixin(MemSaveMixin):
@@ -180,7 +174,6 @@ class MemoryLoggingMixin(MemSaveMixin):
 
 
 def everything_off() -> dict[str, Any]:
-    """Return arguments of `MemSaveCallback` that disable everything."""
     return {"preset": "off"}
 
 

@@ -31,13 +31,11 @@ class WeightedMean(Metric):
         self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, count: Tensor) -> None:
-        """Add a batch with the mean ``value`` over ``count`` tokens or samples."""
         # In float32, because half-precision sums stop growing; 0 * NaN would be NaN.
         self.total += torch.where(count > 0, value.detach().float() * count, 0.0)
         self.count += count
 
     def compute(self) -> Tensor:
-        """Return the mean over all batches so far."""
         return self.total / self.count
 
 
@@ -45,7 +43,6 @@ class LossPerplexity(WeightedMean):
     """Perplexity as the exponential of the mean loss per token, without logits."""
 
     def compute(self) -> Tensor:
-        """Return the perplexity over all batches so far."""
         return super().compute().exp()
 
 
@@ -84,11 +81,6 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
 
     Norms, biases, embeddings (and heads that share their weight), and other one-dimensional
     parameters are not decayed.
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8))
-        >>> [(len(g["params"]), g["weight_decay"]) for g in weight_decay_groups(model, 0.1)]
-        [(1, 0.1), (4, 0.0)]
     """
     plain = {
         id(parameter)
@@ -114,32 +106,23 @@ def _is_plain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 def make_scheduler(
-    owner: str,
-    optimizer: Optimizer,
-    schedule: str,
-    warmup: int | float,
-    num_steps: float,
+    owner: str, optimizer: Optimizer, schedule: str, warmup: int | float, num_steps: float
 ) -> Any:
-    """Create a scheduler with warm-up, for steps of the optimizer."""
     from transformers import get_scheduler  # noqa: PLC0415
 
     is_needed = schedule != "constant" or isinstance(warmup, float)
     if is_needed and num_steps == float("inf"):
-        problem = Problem(
-            f"`lr_schedule={schedule!r}` with `warmup={warmup!r}`",
-            "the number of optimizer steps is not known",
-            "Use `max_steps=...` here or in the Trainer, or "
-            '`lr_schedule="constant"` with a whole number as `warmup`.',
+        what = f"`lr_schedule={schedule!r}` with `warmup={warmup!r}`"
+        fix = (
+            'Use `max_steps=...` here or in the Trainer, or `lr_schedule="constant"` with a whole '
         )
-        raise IncompatibleError(owner, [problem])
+        why, fix = "the number of optimizer steps is not known", f"{fix}number as `warmup`."
+        raise IncompatibleError(owner, [Problem(what, why, fix)])
     num_warmup_steps = round(warmup * num_steps) if isinstance(warmup, float) else warmup
     if schedule != "constant" and num_warmup_steps > num_steps:
-        problem = Problem(
-            f"`warmup={warmup!r}`",
-            f"training ends after {num_steps:.0f} optimizer steps",
-            "Use a smaller number, or a share such as `warmup=0.1`.",
-        )
-        raise IncompatibleError(owner, [problem])
+        why = f"training ends after {num_steps:.0f} optimizer steps"
+        fix = "Use a smaller number, or a share such as `warmup=0.1`."
+        raise IncompatibleError(owner, [Problem(f"`warmup={warmup!r}`", why, fix)])
     return get_scheduler(
         SCHEDULES[schedule],
         optimizer,
@@ -149,7 +132,6 @@ def make_scheduler(
 
 
 def make_metrics() -> nn.ModuleDict:
-    """Create the metrics, by the names under which they are logged."""
     metrics = nn.ModuleDict({"train_perplexity": LossPerplexity()})
     for stage in ("val", "test"):
         metrics[f"{stage}_loss"] = WeightedMean()

@@ -1,34 +1,15 @@
 """Weights of heads that stay on the host, of which the device has a few rows at a time."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_memsave.core.patching import is_patched_with
+from lightning_memsave.core.patching import is_patched_with, own, set_own
 
-
-class HostWeight(ABC):
-    """A weight (V, D) on the host."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        self.weight = weight
-
-    @abstractmethod
-    def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up rows."""
-
-    @abstractmethod
-    def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
-        """Bring tiles of rows to the device, the next one while one is used."""
-
-    @abstractmethod
-    def add_gradient(self, place: slice, gradient: Tensor) -> None:
-        """Add the gradient of a tile to that of the weight; call it in backward."""
-
+HostWeight: TypeAlias = Any
+"""A weight (V, D) on the host, which a `HostTable` of `offloading` moves."""
 
 _ASKING: list[Callable[..., Any]] = []
 """Replacements of ``forward`` that ask for host weights themselves."""
@@ -41,23 +22,18 @@ def asks_for_host_weights(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_asking(module: nn.Module) -> bool:
-    """Return whether the ``forward`` of a module asks for host weights itself."""
     return any(is_patched_with(module, function) for function in _ASKING)
 
 
-_HOST_WEIGHTS: Any = WeakIdKeyDictionary()
+_HOST = "_memsave_host_weight"
 
 
 def set_host_weight(host: HostWeight) -> Callable[[], None]:
-    """Register a weight on the host."""
-    _HOST_WEIGHTS[host.weight] = host
-    return lambda: _HOST_WEIGHTS.pop(host.weight, None)
+    return set_own(host.weight, _HOST, host)
 
 
 def host_weight_of(weight: Tensor) -> HostWeight | None:
-    """Return what moves a weight that is on the host; ``None`` for others."""
-    found: HostWeight | None = _HOST_WEIGHTS.get(weight)
-    return found
+    return own(weight, _HOST)
 
 
 def host_linear(x: Tensor, host: HostWeight, bias: Tensor | None) -> Tensor:

@@ -19,8 +19,6 @@ PAGED_STATES = ("state1", "state2")
 
 @dataclass(frozen=True)
 class Kind:
-    """An 8-bit optimizer of bitsandbytes."""
-
     word: str
     class_name: str
     paged_class_name: str | None
@@ -97,7 +95,6 @@ _NUMBERS: tuple[tuple[str, str, Callable[[float], bool], str], ...] = (
 
 
 def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
-    """Find the 8-bit form of an optimizer."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("bitsandbytes."):
         return f"`{name}` stays unchanged: it is a bitsandbytes optimizer already"
@@ -120,18 +117,13 @@ def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrapper_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Return a problem if `fabric.setup` has wrapped the optimizer."""
     if not type(optimizer).__module__.endswith("fabric.wrappers"):
         return []
     inner = type(optimizer.optimizer).__name__  # type: ignore[attr-defined]
-    return [
-        Problem(
-            f"`{type(optimizer).__name__}`",
-            f"it is the wrapper of `fabric.setup` around an `{inner}`, which makes the steps",
-            f"Apply the technique to the `{inner}` first, then call "
-            "`model, optimizer = fabric.setup(model, handle.target)`.",
-        )
-    ]
+    why = f"it is the wrapper of `fabric.setup` around an `{inner}`, which makes the steps"
+    fix = f"Apply the technique to the `{inner}` first, then call "
+    fix += "`model, optimizer = fabric.setup(model, handle.target)`."
+    return [Problem(f"`{type(optimizer).__name__}`", why, fix)]
 
 
 def _why_unknown(optimizer: torch.optim.Optimizer) -> str:
@@ -193,7 +185,6 @@ Restore = Callable[[torch.optim.Optimizer], None]
 def set_groups(
     target: torch.optim.Optimizer, kind: Kind, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Restore]:
-    """Write the settings of a named optimizer into the groups of another one."""
     old_kind = KIND_BY_TYPE.get(type(target))
     old = dict(target.defaults)
     if old_kind is None or old_kind.family != kind.family:

@@ -22,7 +22,9 @@ from torch.optim.optimizer import (
 )
 
 from lightning_memsave.core.memory import host_copies, is_host
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.patching import own, patch_method, previous_method, set_own
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit
 
@@ -35,12 +37,8 @@ WAITING_STATE = "memsave_waiting_state"
 _STEPS = "memsave_steps"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-# Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
-_KNOWN = ELEMENTWISE | {
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "Muon", "SparseAdam")
-    if hasattr(torch.optim, name)
-}
+# Of torch's optimizers, only LBFGS couples parameters.
+_KNOWN = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
 
 
 class StepOwner(ABC):
@@ -75,13 +73,11 @@ class _Steps:
     positions: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of parameters in groups, so that an update does not search all of them."""
 
-    # A copy of the optimizer, of those that copy all attributes, belongs to nobody.
-    def __reduce__(self) -> tuple[type["_Steps"], tuple[()]]:
-        return _Steps, ()
-
 
 def _steps_of(optimizer: Optimizer) -> _Steps:
-    steps: _Steps = vars(optimizer).setdefault(_STEPS, _Steps())
+    steps: _Steps | None = own(optimizer, _STEPS)
+    if steps is None:  # as of a copy, of those that copy all attributes
+        set_own(optimizer, _STEPS, steps := _Steps())
     return steps
 
 
@@ -108,7 +104,7 @@ def _forget(optimizer: Optimizer) -> None:
 
 def owners_of(optimizer: Optimizer) -> list[StepOwner]:
     """Return what updates parameters of an optimizer in the place of its own step."""
-    steps: _Steps | None = vars(optimizer).get(_STEPS)
+    steps: _Steps | None = own(optimizer, _STEPS)
     return [] if steps is None else steps.owners
 
 
@@ -136,27 +132,23 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
     done: set[int] = set()
     for owner in owners:
         done |= owner.update(self, done)
-    params = [p for group in self.param_groups for p in group["params"]]
+    params = parameters_of(self)
     if any(p.grad is not None and id(p) not in done for p in params):
         _step_others(self, [p for p in params if id(p) in done])
     return loss
 
 
 def _step_others(optimizer: Optimizer, done: list[nn.Parameter]) -> None:
-    held = [(param, param.grad) for param in done]
-    for param in done:
-        param.grad = None
     own = vars(optimizer)
     found_inf = own.get("found_inf")
     if isinstance(found_inf, torch.Tensor):  # a sum over devices, while kernels look for 1
         own["found_inf"] = found_inf.clamp(max=1.0)
     try:
-        step_without_hooks(optimizer)
+        with with_attribute(done, "grad", None):
+            step_without_hooks(optimizer)
     finally:
         if found_inf is not None:
             own["found_inf"] = found_inf
-        for param, grad in held:
-            param.grad = grad
 
 
 def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -175,7 +167,6 @@ def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
 
 
 def is_marked_rounded(param: torch.Tensor) -> bool:
-    """Return whether a parameter was marked as updated in float32."""
     return _ROUNDED in vars(param)
 
 
@@ -207,7 +198,6 @@ def around_step(
 def around_all_steps(
     before: Callable[..., None], after: Callable[..., None]
 ) -> list[Callable[[], None]]:
-    """Call functions before and after each step of each optimizer of the process."""
     return [
         register_optimizer_step_pre_hook(before).remove,
         register_optimizer_step_post_hook(after).remove,
@@ -225,7 +215,8 @@ def _call_with_optimizer(function: Hook, optimizer: Optimizer, *_: object) -> No
 
 
 ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-"""Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it."""
+"""Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it, and
+those of other models are looked for."""
 
 
 def all_in_backward() -> list[tuple[Optimizer, Any]]:
@@ -235,11 +226,20 @@ def all_in_backward() -> list[tuple[Optimizer, Any]]:
     return [(optimizer, updates) for optimizer, updates in pairs if updates is not None]
 
 
+def in_backward_of(params: Iterable[torch.Tensor]) -> list[tuple[Optimizer, Any]]:
+    """List those of them that update any of these parameters."""
+    own = {id(param) for param in params}
+    return [
+        (optimizer, updates)
+        for optimizer, updates in all_in_backward()
+        if any(id(param) in own for param in parameters_of(optimizer))
+    ]
+
+
 _num_updates = 0
 
 
 def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-    """Update some parameters as ``optimizer.step()`` would, and no others."""
     global _num_updates  # noqa: PLW0603 - asked by each operator that a prediction records
     _num_updates += 1
     try:
@@ -282,7 +282,6 @@ def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
 
 
 def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """Find the group of a parameter."""
     found = _find(optimizer, param)
     if found is None:
         raise KeyError("the optimizer has no such parameter")
@@ -290,7 +289,6 @@ def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
 
 
 def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Return whether a parameter is in one of the optimizer's groups."""
     return _find(optimizer, param) is not None
 
 
@@ -337,7 +335,6 @@ def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
 
 
 def updates_each_alone(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to update each parameter on its own."""
     cls = type(optimizer)  # exact types: a subclass may couple parameters
     return (
         cls in _KNOWN
@@ -384,10 +381,7 @@ def on_host() -> Iterator[None]:
 
 
 def _allocate(
-    optimizer: Optimizer,
-    index: int,
-    group: dict[str, Any],
-    stateless: list[torch.Tensor],
+    optimizer: Optimizer, index: int, group: dict[str, Any], stateless: list[torch.Tensor]
 ) -> None:
     if is_low_bit(optimizer):
         _allocate_low_bit(optimizer, index, group)
@@ -430,12 +424,7 @@ def _initialize(optimizer: Any, group: dict[str, Any]) -> None:
 
 
 # Their fused kernels run on a CPU, too, where they are several times as fast.
-_FUSED_ON_CPU = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-)
+_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:

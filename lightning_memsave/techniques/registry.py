@@ -6,9 +6,7 @@ from typing import Any
 
 from lightning_memsave.core.technique import Exactness, Offer, Technique
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import (
@@ -38,7 +36,6 @@ class Entry:
 
     @classmethod
     def of(cls, technique: type[Technique[Any]], **values: Any) -> "Entry":
-        """Make the entry of a technique, with its values in the presets."""
         return cls(
             technique.argument,
             technique,
@@ -74,11 +71,7 @@ _ENTRIES = (
         details={"blocks": None},
     ),
     # In the order in which they are applied to optimizers.
-    Entry.of(
-        LowBitOptimizer,
-        classic="8bit",
-        single_gpu=ALL_8BIT,
-    ),
+    Entry.of(LowBitOptimizer, classic="8bit", single_gpu=ALL_8BIT),
     Entry.of(
         Offloading,
         offload="parameters+activations+embeddings",
@@ -113,7 +106,6 @@ FINAL = ("optimizer_in_backward",)  # not beside clipping of norms
 
 
 def entries() -> tuple[Entry, ...]:
-    """Return all entries, in order of application; they are undone in reverse."""
     return _ENTRIES
 
 
@@ -134,25 +126,14 @@ def frees_early(arguments: Mapping[str, Any]) -> bool:
 
 
 def values_of(preset: str) -> dict[str, Any]:
-    """Return the arguments that a preset sets, by name."""
     return {e.argument: None if preset == "off" else getattr(e, preset) for e in _ENTRIES}
 
 
-_GONE = (
-    *("block_micro_batch_size", "early_release", "eval_micro_batch_size", "force_8bit"),
-    *("keep_32bit", "optimizer_kwargs"),
-)
-
-
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of a plan in a checkpoint, also those of earlier versions."""
-    found = {name: value for name, value in settings.items() if name not in _GONE}
-    optimizer, patterns = settings.get("optimizer"), settings.get("force_8bit")
-    if isinstance(optimizer, Mapping):
-        found["optimizer"] = LowBitOptimizer(**optimizer["init_args"])
-    elif optimizer and patterns:  # before they were settings of `LowBitOptimizer`
-        found["optimizer"] = LowBitOptimizer(optimizer, force_8bit=tuple(patterns))
-    return found
+    optimizer = settings.get("optimizer")
+    if not isinstance(optimizer, Mapping):
+        return dict(settings)
+    return {**settings, "optimizer": LowBitOptimizer(**optimizer["init_args"])}
 
 
 def uses_blocks(settings: Mapping[str, Any]) -> bool:
@@ -185,7 +166,6 @@ def forms_on_host(
 
 
 def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``"auto"`` by the values of a plan."""
     open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
     values = {name: settings.get(name) for name in open_arguments}
     values |= {name: "auto" for name in (MicroBatching.argument,) if name in values}

@@ -19,14 +19,11 @@ CUDA_FACTOR = 4
 
 
 class Weights(NamedTuple):
-    """Access to the values of a parameter in float32."""
-
     load: Callable[[Any], Tensor]
     store: Callable[[Any, Tensor], None]
 
 
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Return whether a parameter is updated tile by tile."""
     # bitsandbytes' own classes may use norms of updates.
     is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
     if not is_elementwise or param.numel() <= _tile_numel(param):
@@ -39,7 +36,6 @@ def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
 def step_whole(
     optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
 ) -> None:
-    """Update a whole parameter in float32."""
     values = weights.load(...)
     _step(optimizer, group, values, _gradient(param).float(), optimizer.state[param])
     weights.store(..., values)
@@ -48,7 +44,6 @@ def step_whole(
 def step_in_tiles(
     optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
 ) -> None:
-    """Update a parameter tile by tile, so that only one tile is in float32."""
     state, grad = optimizer.state[param], _gradient(param).reshape(-1)
     new_state: dict[str, Any] = {}
     size, numel = _tile_numel(param), param.numel()
@@ -91,7 +86,6 @@ def _step(
     grad: Tensor,
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """Update float32 values with the settings of a group; return the new optimizer state."""
     values.grad = grad
     optimizer.state[values] = state
     try:

@@ -59,7 +59,6 @@ def leave_on_host(optimizers: Iterable[Any]) -> None:
 
 
 def waiting_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Count the bytes of optimizer state that wait on the host."""
     waiting = ((each, vars(each).get(WAITING_STATE)) for each in optimizers)
     return sum(
         optimizer.state[param][key].nbytes

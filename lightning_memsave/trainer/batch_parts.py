@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import map_tensors, merge_outputs
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.trainer.hooks import FreedGradients, GradientVersions, parameters_of
+from lightning_memsave.trainer.hooks import FreedGradients, GradientVersions
 from lightning_memsave.trainer.logged_values import LoggedValues
 from lightning_memsave.trainer.trainer import is_strategy
 
@@ -49,7 +50,6 @@ class BatchParts:
     def __call__(
         self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
     ) -> None:
-        """Run one micro-batch."""
         assert self.logged is not None, "`start` was called"
         self.logged.start_part(weight, num_samples)
         result = self._run_step(part, is_last)
@@ -101,13 +101,11 @@ class BatchParts:
         return parameters_of(self._optimizer)
 
     def forget(self) -> None:
-        """Discard all results, as the batch will be repeated."""
         self._passed = []
         if self.logged is not None:
             self.logged.clear()
 
     def result(self) -> Any:
-        """Return the result of Lightning's closure for the whole batch."""
         results = [result for result, _, _ in self._passed]
         losses = [result.closure_loss for result in results if result.closure_loss is not None]
         if not losses:
@@ -140,5 +138,4 @@ def scaled(result: Any, factor: float) -> Any:
 
 
 def without_outputs(result: Any) -> Any:
-    """Return a ``ClosureResult`` with the loss only."""
     return type(result)(result.closure_loss)

@@ -1,6 +1,7 @@
 """Exchange the optimizers that ``configure_optimizers`` returns, in every form that it may have."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -97,7 +98,8 @@ def rebind_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer)
             # OneCycleLR and CyclicLR cycle either `betas[0]` or `momentum`.
             changes["use_beta1"] = "betas" in new.defaults  # type: ignore[assignment]
         if changes:
-            undo.append(_setter(attributes, {name: attributes[name] for name in changes}))
+            before = {name: attributes[name] for name in changes}
+            undo.append(functools.partial(attributes.update, before))
             attributes.update(changes)
     return undo
 
@@ -131,7 +133,7 @@ class _Exchange:
             if mapped is not value:
                 attributes[name] = mapped
                 changed = (old for old in _leaves(value, Optimizer) if id(old) in self._done)
-                self._add_undo(next(changed), _setter(attributes, {name: value}))
+                self._add_undo(next(changed), functools.partial(attributes.update, {name: value}))
         self._rebind(_leaves(list(attributes.values()), object))
 
     def _apply(self, optimizer: Optimizer) -> None:
@@ -172,7 +174,6 @@ class _Exchange:
 
 
 def _leaves(value: Any, kind: type) -> list[Any]:
-    """Return what lies in nested lists, tuples and dictionaries."""
     if type(value) is dict:
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -199,10 +200,6 @@ def _with_inner(schedulers: Iterable[Any]) -> list[Any]:
             found[id(scheduler)] = scheduler
             waiting += _leaves(list(vars(scheduler).values()), object)
     return list(found.values())
-
-
-def _setter(attributes: dict[str, Any], values: dict[str, Any]) -> Undo:
-    return lambda: attributes.update(values)
 
 
 def _with_module(technique: Technique[Any], module: Any) -> Technique[Any]:

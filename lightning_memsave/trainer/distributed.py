@@ -32,7 +32,6 @@ def communicates_in_forward(trainer: Any, module: nn.Module) -> str:
 
 
 def has_custom_gradient_sync(trainer: Any) -> str:
-    """Return how gradients are synchronized, if not as their mean over all processes."""
     name = type(trainer.strategy).__name__
     if trainer.world_size == 1:
         return ""
@@ -45,7 +44,6 @@ def has_custom_gradient_sync(trainer: Any) -> str:
 
 
 def has_static_graph(trainer: Any) -> bool:
-    """Return whether the strategy is ``DDPStrategy(static_graph=True)``."""
     return bool(vars(trainer.strategy).get("_ddp_kwargs", {}).get("static_graph"))
 
 

@@ -19,7 +19,6 @@ _RUNS = "_memsave_run_evaluation_batch"
 
 
 def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], None]:
-    """Replace the function that runs batches of validation, test and prediction."""
     strategy = trainer.strategy
     vars(strategy)[_RUNS] = (trainer, run_batch)
     undo = [patch_method(strategy, f) for f in (validation_step, test_step, predict_step)]
@@ -29,17 +28,14 @@ def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], 
 
 
 def validation_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``Strategy.validation_step`` on micro-batches."""
     return _run(strategy, "validation_step", *args, **kwargs)
 
 
 def test_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``Strategy.test_step`` on micro-batches."""
     return _run(strategy, "test_step", *args, **kwargs)
 
 
 def predict_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``Strategy.predict_step`` on micro-batches."""
     return _run(strategy, "predict_step", *args, **kwargs)
 
 

@@ -10,7 +10,6 @@ from lightning_memsave.trainer.trainer import is_compiled_whole, is_strategy
 
 
 def facts_of(trainer: Any, pl_module: Any) -> TrainerFacts:
-    """Collect what techniques may ask about a Trainer."""
     # What sharding strategies refuse does not depend on their precision.
     is_sharded = is_strategy(trainer, *SHARDED)
     return TrainerFacts(
@@ -29,7 +28,6 @@ def facts_of(trainer: Any, pl_module: Any) -> TrainerFacts:
 
 
 def clipping_of(trainer: Any) -> dict[str, Any]:
-    """Find out what the Trainer clips."""
     bound = trainer.gradient_clip_val
     if bound is None or bound <= 0:  # for Lightning, both mean no bound
         return {}

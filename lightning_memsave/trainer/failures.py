@@ -20,7 +20,6 @@ def say(trainer: Any, message: str) -> None:
 
 @contextlib.contextmanager
 def attempted(trainer: Any, otherwise: str) -> Iterator[None]:
-    """Log what fails inside, and raise nothing."""
     try:
         yield
     except Exception as failure:

@@ -50,7 +50,6 @@ _OURS = ("lightning_memsave.", *(f"{package}." for package in PACKAGES))
 
 
 def has_foreign(one: Any, hook: str) -> bool:
-    """Return whether a module or callback overrides a hook, in its class or on the instance."""
     method = getattr(type(one), hook, None)
     is_inherited = method is None or getattr(method, "__module__", "").startswith(_OURS)
     return hook in vars(one) or not is_inherited
@@ -63,7 +62,6 @@ def owners_of(trainer: Any, pl_module: Any, hook: str) -> list[str]:
 
 
 def owner_of(trainer: Any, pl_module: Any, hook: str) -> str:
-    """Return the first override of a hook as in `owners_of`; empty if there is none."""
     return next(iter(owners_of(trainer, pl_module, hook)), "")
 
 
@@ -71,11 +69,6 @@ def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
     """Return the first override of ``on_before_zero_grad`` or ``optimizer_zero_grad``, if any."""
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     return next(filter(None, (owner_of(trainer, pl_module, hook) for hook in hooks)), "")
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """List the parameters of an optimizer, without a walk through the modules of its model."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class GradientVersions:
@@ -88,7 +81,6 @@ class GradientVersions:
         self._marks = [(p, grad := p.grad, _version(grad)) for p in parameters]
 
     def have_changed(self) -> bool:
-        """Return whether a gradient was replaced or changed since."""
         return any(p.grad is not grad or _version(grad) != seen for p, grad, seen in self._marks)
 
 
@@ -112,16 +104,12 @@ class FreedGradients:
             return
         own = vars(self._optimizer)
         before = {name: own[name] for name in ("zero_grad",) if name in own}
-        own["zero_grad"] = _visit_none
+        own["zero_grad"] = lambda *_, **__: None
         try:
             zero_grad()
         finally:
             del own["zero_grad"]
             own.update(before)
-
-
-def _visit_none(*_: Any, **__: Any) -> None:
-    pass
 
 
 # Each backward pass of a process has a number, which can be asked for inside of one only.

@@ -16,8 +16,6 @@ from lightning_memsave.trainer.trainer import package_of
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value that ``self.log`` received for one micro-batch."""
-
     weight: float
     num_samples: int | None
     value: Any
@@ -49,17 +47,14 @@ class LoggedValues:
             vars(self._results).pop("update_metrics", None)
 
     def start_part(self, weight: float, num_samples: int | None) -> None:
-        """Begin a micro-batch."""
         self._weight, self._num_samples = weight, num_samples
         self._occurrences = {}
 
     def clear(self) -> None:
-        """Discard all values, as the batch will be repeated."""
         self._values = {}
 
     @contextlib.contextmanager
     def forgotten(self) -> Iterator[None]:
-        """Discard everything that is logged inside, also to loggers."""
         names = set(self._results or ())
         loggers = self._trainer.loggers
         if loggers:
@@ -134,7 +129,6 @@ def _batch_size(parts: Sequence[_Value]) -> int:
 
 
 def combined(meta: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Combine the values of one name over micro-batches."""
     if meta.is_mean_reduction:
         return _mean(values, weights)
     stacked = torch.stack([value.to(values[0].device) for value in values])

@@ -33,7 +33,6 @@ _OURS = "_memsave_precision"
 
 
 def full_name(precision: str | int) -> str:
-    """Return the long form of a precision."""
     name = _SHORT.get(str(precision), str(precision))
     if name not in PRECISIONS or isinstance(precision, bool):
         raise ConfigurationError(
@@ -45,8 +44,6 @@ def full_name(precision: str | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionState:
-    """Precision settings of a Trainer."""
-
     current: str
     is_ours: bool
     plugin: str | None
@@ -55,7 +52,6 @@ class PrecisionState:
 
 
 def precision_state(trainer: Any) -> PrecisionState:
-    """Read the current precision settings of a Trainer."""
     flag = trainer._accelerator_connector._precision_plugin_flag
     return PrecisionState(
         current=str(trainer.precision),
@@ -95,7 +91,6 @@ _OVERFLOWING = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "gemma", "
 
 
 def overflows_in_float16(module: nn.Module) -> str:
-    """Return why the activations of a module may overflow in float16."""
     if why := overflows_certainly(module):
         return why
     for part in module.modules():
@@ -116,11 +111,9 @@ def overflows_certainly(module: nn.Module) -> str:
 
 
 def half_precision_on_cpu(package: ModuleType) -> Any:
-    """Make the precision plugin of ``"16-mixed"``, with gradient scaler, for the CPU."""
     plugins = importlib.import_module(f"{package.__name__}.plugins.precision")
     return plugins.MixedPrecision("16-mixed", "cpu")
 
 
 def gradient_scaler(trainer: Any) -> Any:
-    """Return the ``torch.amp.GradScaler`` of a Trainer; ``None`` without one."""
     return getattr(trainer.precision_plugin, "scaler", None)

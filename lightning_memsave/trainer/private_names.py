@@ -70,8 +70,7 @@ NAMES = (
     Names("torch", "_ops _subclasses", "predict"),
     Names("torch.utils", "_foreach_utils _python_dispatch _pytree"),
     Names(
-        "torch.utils._python_dispatch",
-        "_disable_current_modes _get_current_dispatch_mode_stack",
+        "torch.utils._python_dispatch", "_disable_current_modes _get_current_dispatch_mode_stack"
     ),
     Names("torch.utils._python_dispatch", "_push_mode _pop_mode", "offload"),
     Names("torch.utils._foreach_utils", "_foreach_supported_types", "predict"),

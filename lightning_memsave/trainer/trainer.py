@@ -15,7 +15,6 @@ _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 
 
 def package_of(thing: Any) -> ModuleType:
-    """Return the package of a Trainer or LightningModule."""
     for cls in type(thing).__mro__:
         for package in PACKAGES:
             if cls.__module__.startswith(f"{package}."):
@@ -34,7 +33,6 @@ def second_use(trainer: Any, user: int | None) -> list[Problem]:
 
 
 def data_connector_of(trainer: Any) -> ModuleType:
-    """Return the module of a Trainer's package with which it prepares DataLoaders."""
     return importlib.import_module(
         f"{package_of(trainer).__name__}.trainer.connectors.data_connector"
     )
@@ -70,22 +68,18 @@ def leave_device(trainer: Any, pl_module: Any) -> None:
 
 
 def first_of(trainer: Any, cls: type[CallbackT]) -> CallbackT | None:
-    """Return the first callback of a class, or ``None``."""
     return next((c for c in trainer.callbacks if isinstance(c, cls)), None)
 
 
 def averages_weights(callback: Any) -> bool:
-    """Return whether a callback is one of Lightning's that copy the module to average weights."""
     return _is_of(callback, _AVERAGES)
 
 
 def prunes_weights(callback: Any) -> bool:
-    """Return whether a callback is Lightning's ``ModelPruning``, which replaces weights."""
     return _is_of(callback, ("ModelPruning",))
 
 
 def unfreezes_later(trainer: Any) -> bool:
-    """Return whether a callback (``BaseFinetuning``) unfreezes parameters during fit."""
     return any(_is_of(callback, ("BaseFinetuning",)) for callback in trainer.callbacks)
 
 
@@ -98,7 +92,6 @@ def _is_of(callback: Any, names: tuple[str, ...]) -> bool:
 
 
 def builds_model_late(pl_module: Any) -> bool:
-    """Return whether a module overrides ``configure_model``, which runs after ``setup``."""
     hook = type(pl_module).configure_model
     return not hook.__module__.startswith(PACKAGES)
 
@@ -111,12 +104,10 @@ def is_strategy(trainer: Any, *names: str) -> bool:
 def convert_loaded_optimizer_states(
     trainer: Any, load_optimizer_state_dict: Callable[..., None]
 ) -> Callable[[], None]:
-    """Replace the strategy's ``load_optimizer_state_dict``."""
     return patch_method(trainer.strategy, load_optimizer_state_dict)
 
 
 def logged_step(trainer: Any) -> int:
-    """Return the step number under which Lightning logs the current batch."""
     return cast(int, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 

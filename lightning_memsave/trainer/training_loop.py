@@ -54,7 +54,6 @@ def pass_batches(
 
 
 def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManager[Any]]) -> Undo:
-    """Run each backward pass of training inside a context."""
     epoch_loop = trainer.fit_loop.epoch_loop
     given = vars(epoch_loop.automatic_optimization).get("around_backward", ())
     undo = _set(trainer, around_backward=(*given, context))
@@ -71,12 +70,10 @@ def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManag
 
 
 def around_step(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Undo:
-    """Run each ``training_step`` of training inside a context."""
     return _set(trainer, around_step=context)
 
 
 def release_early(trainer: Any, *, gradients: bool, outputs: bool) -> Undo:
-    """Free tensors that are no longer needed."""
     return _set(trainer, frees_gradients=gradients, drops_outputs=outputs)
 
 
@@ -170,9 +167,10 @@ class _Loop:
             return closure
         closure._step_fn = functools.partial(self._step_inside, closure._step_fn)
         if factor != 1.0:
-            closure._step_fn = functools.partial(_scaled_step, closure._step_fn, factor)
+            scale = functools.partial(scaled, factor=factor)
+            closure._step_fn = functools.partial(_then, closure._step_fn, scale)
         if self.drops_outputs:
-            closure._step_fn = functools.partial(_step_for_loss, closure._step_fn)
+            closure._step_fn = functools.partial(_then, closure._step_fn, without_outputs)
         if self.frees_gradients and closure._zero_grad_fn is not None:
             early = _EarlyFree(optimizer, closure._zero_grad_fn)
             closure._step_fn = functools.partial(_step_after, early.free, closure._step_fn)
@@ -182,7 +180,6 @@ class _Loop:
         return closure
 
     def run_step(self, kwargs: dict[str, Any]) -> Any:
-        """Run the training step and return its ``ClosureResult``."""
         step = functools.partial(self._training_step, kwargs)  # type: ignore[attr-defined]
         result = self._step_inside(step)
         return without_outputs(result) if self.drops_outputs else result
@@ -194,7 +191,6 @@ class _Loop:
     def run_backward(
         self, backward: Callable[[Tensor], Any], loss: Tensor, is_last: bool = True
     ) -> None:
-        """Run the backward pass of a batch or micro-batch."""
         with contextlib.ExitStack() as stack:
             for context in self.around_backward:
                 stack.enter_context(context(is_last and will_step(self.trainer)))
@@ -235,12 +231,8 @@ def _loop_class(base: Any) -> type[Any]:
     return type("MemsaveAutomaticOptimization", (_Loop, base), {})
 
 
-def _scaled_step(step: Callable[[], Any], factor: float) -> Any:
-    return scaled(step(), factor)
-
-
-def _step_for_loss(step: Callable[[], Any]) -> Any:
-    return without_outputs(step())
+def _then(step: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
+    return function(step())
 
 
 def _step_after(first: Callable[[], None], step: Callable[[], Any]) -> Any:

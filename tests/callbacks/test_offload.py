@@ -13,11 +13,11 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_bit_state_bytes
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.units import format_bytes

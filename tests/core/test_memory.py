@@ -36,12 +36,6 @@ def test_json_and_back():
     assert MemoryBreakdown.from_dict(json.loads(text)) == MIXED
 
 
-def test_reads_what_earlier_versions_wrote():
-    found = MIXED.to_dict()
-    found["by_category"] |= {"cuda_context": 0, "allocator_slack": 0}
-    assert MemoryBreakdown.from_dict(found) == MIXED
-
-
 def test_rich_draws_what_is_there():
     console = Console(width=60, color_system=None)
     with console.capture() as capture:

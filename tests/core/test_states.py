@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.states import next_state
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.micro_batching import runner
 from lightning_memsave.techniques.offloading import gradients, part
 from lightning_memsave.techniques.offloading.copies import copies_for
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
 
-TABLES = (part._MOVES, part._FINDINGS, part._STORING, gradients._COMING, runner._SPLITTING)
+TABLES = (part._MOVES, part._FINDINGS, gradients._COMING, runner._SPLITTING)
 
 
 class Light(Enum):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing, find_blocks
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 
 KINDS = (None, "all", "nested", "selective")

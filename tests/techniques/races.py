@@ -26,8 +26,8 @@ from typing_extensions import override
 
 from lightning_memsave.core.memory import HOST, category_in_context, host_copies, is_fake, is_host
 from lightning_memsave.techniques.chunked_cross_entropy import kernel
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading import copies, host_table
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.optimizer_in_backward import held_gradients
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_memsave import ActivationCheckpointing, find_blocks
 from lightning_memsave.core.memory import emulating_cuda
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.residence import Residence
 from tests.helpers import InAutocast, gradients_of, seed_torch
@@ -211,8 +211,9 @@ def test_offloaded_weights_are_not_saved_as_activations():
     model, batch = Chain(), batch_of()
     worker = HostWorker(in_background=False)
     params, memory = [*model.parameters()], HostMemory()
-    residence = Residence(model, find_blocks(model), params, worker, memory)
-    undo = [residence.release, *residence.start()]
+    blocks = find_blocks(model)
+    residence = Residence(model, blocks, params, worker, memory)
+    undo = [residence.release, *residence.start(blocks)]
     with offloading(model, None) as offloaded:
         model(batch).backward()
         assert offloaded.host_bytes == 2 * (NUM_BLOCKS - 1) * INPUT

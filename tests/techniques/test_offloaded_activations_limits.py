@@ -120,16 +120,16 @@ def test_backward_twice(which):
     loss.backward()
     expected = gradients_of(model)
     model.zero_grad()
-    with LiveTensors(model) as live, offloading(model, which, num_prefetched=2):
+    with LiveTensors(model) as live, offloading(model, which):
         loss = model(batch)
         watched = Watched(model, live)
         loss.backward(retain_graph=True)
         after_first = live.breakdown.activation_bytes + live.breakdown.temporary_bytes
         loss.backward()
         watched.close()
-        # A block's own input and up to two that come; while the graph stays, also the last block's
+        # A block's own input and the one that comes; while the graph stays, also the last block's
         # input and output.
-        expected_inputs = [4, 5, 5, 4, 3, 3, 3, 3, 2, 1]
+        expected_inputs = [3, 4, 4, 4, 3, 2, 2, 2, 2, 1]
         assert watched.in_blocks == ([] if which is None else expected_inputs)
     assert all(map(torch.equal, gradients_of(model), expected))
     # What the last block saved, its output, and less than that of the head.
@@ -183,7 +183,7 @@ def test_a_backward_pass_inside_of_a_block():
 
 def test_unpacking_upwards_does_not_fill_the_device():
     model, batch = Chain(), batch_of()
-    with LiveTensors(model) as live, offloading(model, None, num_prefetched=2):
+    with LiveTensors(model) as live, offloading(model, None):
         outputs = []
         x = model.stem(batch).detach()
         for block in model.blocks:  # graphs of their own
@@ -214,7 +214,7 @@ def test_what_came_in_vain_leaves_while_backward_runs():
 
 def test_what_a_failed_backward_pass_fetched_leaves_with_the_next_block():
     model, batch = Chain(), batch_of()
-    with LiveTensors(model) as live, offloading(model, num_prefetched=2) as offloaded:
+    with LiveTensors(model) as live, offloading(model) as offloaded:
         good = model.blocks[2].get_submodule("down")
         model.blocks[2].down = nn.Sequential(good, Failing(RuntimeError, in_backward=True))
         loss = model(batch)
@@ -223,7 +223,7 @@ def test_what_a_failed_backward_pass_fetched_leaves_with_the_next_block():
         before = live.breakdown.activation_bytes
         model.blocks[2].down = good
         model.blocks[0](batch)
-        assert live.breakdown.activation_bytes <= before - 2 * INPUT
+        assert live.breakdown.activation_bytes <= before - INPUT
         assert offloaded.host_bytes == (NUM_BLOCKS - 1) * INPUT
 
 

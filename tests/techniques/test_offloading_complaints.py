@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_memsave.errors import MemsaveWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
 from tests.cases import make_batch, make_model

@@ -24,9 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_memsave import ChunkedCrossEntropy, Offloading
 from lightning_memsave.targets.target import parse_batch
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading import host_worker
 from lightning_memsave.techniques.offloading.copies import StreamCopies
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.residences import residence_of
 from tests.helpers import adamw, assert_same, clones, seed_torch

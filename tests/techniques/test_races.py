@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from tests.techniques.races import Races
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing, LowPrecisionWeights, Offloading
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading import copies
 from lightning_memsave.techniques.offloading.copies import StreamCopies
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import assert_same, clones, in_pairs

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_memsave.core.memory import emulating_cuda, is_host, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques import tiled_steps
-from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
+from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from tests.cases import make_batch
 from tests.helpers import assert_same, in_pairs
@@ -177,7 +177,7 @@ class TestWholeWeights:
         pieces = [piece() for piece in made.residence.memory._pieces]
         num_bytes = sum(piece.nbytes for piece in pieces if piece is not None)
         params = [*made.model.parameters()]
-        slabs = made.in_backward._updates.bytes_at_a_time
+        slabs = made.in_backward.updates.bytes_at_a_time
         padding = ALIGNMENT_BYTES * 3 * len(params)
         assert num_bytes <= sum(4 * p.numel() for p in params) + slabs + padding
 

@@ -32,6 +32,7 @@ from lightning_memsave.callbacks.settings.setting import (
 )
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
@@ -57,7 +58,6 @@ from lightning_memsave.trainer.hooks import (
     GradientVersions,
     find_zero_grad_override,
     log_info,
-    parameters_of,
 )
 from lightning_memsave.trainer.training_loop import pass_batches, phase_of, will_step
 

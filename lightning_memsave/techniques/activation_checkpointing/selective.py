@@ -40,7 +40,6 @@ def _is_kept(op: Any) -> bool:
 
 
 def keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Choose what is kept, for torch's selective checkpointing."""
     return CheckpointPolicy.MUST_SAVE if _is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -139,5 +138,4 @@ class _Packed:
         self._packed, self._unpack = packed, unpack
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Return the result."""
         return self._unpack(self._packed)

@@ -24,11 +24,7 @@ from lightning_memsave.core.blocks import (
     is_given_cache,
     repeated_classes,
 )
-from lightning_memsave.core.patching import (
-    is_patched_with,
-    patch_method,
-    previous_method,
-)
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
@@ -49,28 +45,15 @@ def parts_of(blocks: Sequence[Block]) -> list[Block]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Sequential`` of four or more layers."""
     has_own_forward = type(module).forward is not nn.Sequential.forward
     return isinstance(module, nn.Sequential) and len(module) >= 4 and not has_own_forward
 
 
-def no_chain(model: nn.Module) -> Problem:
-    """Return the problem that a model has no chain to split into segments."""
-    return Problem(
-        '`activation_checkpointing="sqrt"`',
-        f"`{type(model).__name__}` has no `nn.Sequential` of four or more layers to split",
-        'Use "all", which needs less memory for transformer blocks at the same recomputation.',
-    )
-
-
 def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
-    """Return a problem for each in-place layer inside blocks."""
+    why = 'it would overwrite an output that "selective" keeps'
+    fix = 'Set `inplace=False` there, or use `activation_checkpointing="all"`.'
     return [
-        Problem(
-            f"`{block.name}.{name}` has `inplace=True`",
-            'it would overwrite an output that "selective" keeps',
-            'Set `inplace=False` there, or use `activation_checkpointing="all"`.',
-        )
+        Problem(f"`{block.name}.{name}` has `inplace=True`", why, fix)
         for block in blocks
         for name, module in block.module.named_modules()
         if getattr(module, "inplace", False) is True
@@ -173,50 +156,36 @@ class ActivationCheckpointing(Technique[nn.Module]):
         """Refuse a strategy that checkpoints activations already."""
         if not facts.checkpoints_activations:
             return []
-        return [
-            Problem(
-                written,
-                f"`{facts.strategy}` was told to checkpoint activations, and twice is too much",
-                f"Remove that setting from `{facts.strategy}`, or set `{self.argument}=None` here.",
-            )
-        ]
+        why = f"`{facts.strategy}` was told to checkpoint activations, and twice is too much"
+        fix = f"Remove that setting from `{facts.strategy}`, or set `{self.argument}=None` here."
+        return [Problem(written, why, fix)]
 
     def is_served(self, target: nn.Module) -> bool:
-        """Return whether there are blocks, which checkpoint themselves already.
-
-        Args:
-            target: The model.
-
-        Returns:
-            True if there are blocks.
-        """
+        """Return whether there are blocks, which checkpoint themselves already."""
         return bool(self._blocks(target))
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         if self.which == "sqrt":
-            return [] if self._chains(target) or not self._blocks(target) else [no_chain(target)]
+            if self._chains(target) or not self._blocks(target):
+                return []
+            why = (
+                f"`{type(target).__name__}` has no `nn.Sequential` of four or more layers to split"
+            )
+            fix = 'Use "all", which needs less memory for transformer blocks at the same '
+            return [Problem('`activation_checkpointing="sqrt"`', why, f"{fix}recomputation.")]
         blocks = self._blocks(target)
         problems = []
         runs = _runs(str(self.which))
         wanted = sum(count for _, count in runs or ())
         if isinstance(self.which, int):
             wanted = self.which
-        if 0 < len(blocks) < wanted:
-            problems.append(
-                Problem(
-                    f"`activation_checkpointing={self.which!r}`",
-                    f"the model has {len(blocks)} blocks",
-                    f'Use a number up to {len(blocks)}, or "all".',
-                )
+        if 0 < (number := len(blocks)) < wanted:
+            what, fix = (
+                f"`{self.argument}={self.which!r}`",
+                f'Use a number up to {number}, or "all".',
             )
+            problems.append(Problem(what, f"the model has {number} blocks", fix))
         selective = [block for block, kind in self.kinds_of(blocks) if kind == "selective"]
         return problems + inplace_problems(selective)
 

@@ -51,7 +51,6 @@ class Operands:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes, V."""
         if self.classes is not None:
             return int(self.classes.stop - self.classes.start)
         return len(self.weights[0])
@@ -63,7 +62,6 @@ class Operands:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Types of the products."""
         return [self.autocast_dtype or tensor.dtype for tensor in self.inputs]
 
     def cast(self, tensor: Tensor, of: Tensor) -> Tensor:
@@ -73,8 +71,6 @@ class Operands:
 
 @dataclass(frozen=True)
 class Call:
-    """One loss to compute."""
-
     operands: Operands
     target: Tensor
     rows: Tensor | None
@@ -167,12 +163,10 @@ class Call:
 
     @property
     def tiles(self) -> list[slice]:
-        """The classes of each tile."""
         size, num = self.tile_size, self.num_classes
         return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
     def weight_tiles(self, tiles: Sequence[slice]) -> Iterator[list[Tensor]]:
-        """Return tiles of the weights, one list after the other."""
         host = self.operands.host
         if host is None:
             yield from ([w[tile] for w in self.operands.weights] for tile in tiles)
@@ -181,7 +175,6 @@ class Call:
         yield from ([tile] for tile in host.tiles(places, self.target.device))
 
     def add_to_host(self, tile: slice, gradient: Tensor) -> None:
-        """Add the gradient of a tile to that of the weight on the host."""
         assert self.operands.host is not None, "others are gathered on the device"
         self.operands.host.add_gradient(self._on_host(tile), gradient)
 
@@ -191,7 +184,6 @@ class Call:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes, V."""
         return self.operands.num_classes
 
     @property
@@ -216,5 +208,4 @@ class Call:
         return self.class_weight.index_select(0, self.target * counted).mul_(counted)
 
     def denominator(self) -> Tensor:
-        """Return the sum of the weights of rows, in the wide type."""
         return self.weights_of_rows(self.counted()).sum(dtype=self.operands.wide_dtype)

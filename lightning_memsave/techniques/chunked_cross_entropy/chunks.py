@@ -45,7 +45,6 @@ class Gradients:
             self.bias = operands.bias.new_zeros(operands.bias.shape, dtype=wide)
 
     def add(self, chunk: "Chunk", factors: Tensor | None) -> None:
-        """Add the gradients of a chunk."""
         narrow = None
         if chunk.narrow is not None:
             narrow = self._to_narrow(chunk, chunk.narrow, factors)
@@ -91,8 +90,6 @@ class Gradients:
 
 
 class Results(NamedTuple):
-    """Results of `run`."""
-
     losses: Tensor
     """(M,)."""
     normalizers: Tensor | None
@@ -124,7 +121,8 @@ def run(
             target = _classes(call, counted, place).unsqueeze(1)
             chosen = chunk.logits.gather(1, target).squeeze(1)
             if sums is not None:
-                sums[place] = _sum_of_classes(chunk.logits, call)
+                weight = call.class_weight
+                sums[place] = chunk.logits.sum(1) if weight is None else chunk.logits.mv(weight)
             largest = _take_softmax(chunk, totals[place], is_normalized=shares is not None)
             torch.sub(largest, chosen, out=losses[place])
             if sums is not None:
@@ -141,7 +139,6 @@ def run(
 
 
 def finish_losses(call: Call, losses: Tensor, log_totals: Tensor, sums: Tensor | None) -> None:
-    """Complete losses, in place."""
     counted = call.counted()
     losses += log_totals
     losses *= call.weights_of_rows(counted)
@@ -154,8 +151,6 @@ def finish_losses(call: Call, losses: Tensor, log_totals: Tensor, sums: Tensor |
 
 
 class Chunk(NamedTuple):
-    """A chunk of rows of logits."""
-
     place: slice
     """Slice of the M rows."""
     logits: Tensor
@@ -198,7 +193,6 @@ def chunks_of_logits(
 
 @contextmanager
 def without_autograd(call: Call) -> Iterator[None]:
-    """Disable autograd and autocast on the device of a call."""
     with torch.no_grad(), torch.autocast(call.target.device.type, enabled=False):
         yield
 
@@ -276,10 +270,5 @@ def _take_softmax(chunk: Chunk, totals: Tensor, *, is_normalized: bool) -> Tenso
     return largest
 
 
-def _sum_of_classes(logits: Tensor, call: Call) -> Tensor:
-    return logits.sum(1) if call.class_weight is None else logits.mv(call.class_weight)
-
-
 def sum_of_weights(call: Call) -> Tensor | int:
-    """Return the sum of the weights of all classes."""
     return call.num_classes if call.class_weight is None else call.class_weight.sum()

@@ -32,7 +32,6 @@ def cross_entropy_of(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute ``F.cross_entropy``, with its arguments."""
     if later:
         return cross_entropy_of(part, target, weight, **dict(zip(_LATER, later, strict=False)))
     is_usual = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
@@ -59,7 +58,6 @@ def cross_entropy_of(
 
 
 def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
-    """Compute ``torch.argmax`` over classes."""
     dim, keepdim = _dim_and_keepdim(*args, **kwargs)
     layout, product = part.layout, part.product
     is_class_dim = isinstance(dim, int) and dim % len(layout.size) == layout.dim_of_range

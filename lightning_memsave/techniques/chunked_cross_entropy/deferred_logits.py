@@ -15,11 +15,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.consumers import (
     cross_entropy_of,
     view_of,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.products import (
-    Part,
-    Product,
-    is_plain,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.products import Part, Product, is_plain
 from lightning_memsave.techniques.deferred import Deferred, live_products
 from lightning_memsave.units import format_bytes
 
@@ -107,11 +103,9 @@ class DeferredLogits(Deferred):
 
     @property
     def deferred_input(self) -> Tensor:
-        """The input of the layer."""
         return self.part.product.operands.inputs[0]
 
     def computed(self) -> Tensor:
-        """Return the materialized logits."""
         return _ordinary(self)
 
     @classmethod
@@ -156,8 +150,6 @@ def defer(product: Product) -> Tensor:
 
 
 class _Deferred(torch.autograd.Function):
-    """Node of deferred logits in the autograd graph."""
-
     @staticmethod
     def forward(ctx: Any, part: Part, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -296,11 +288,9 @@ def _pin(product: Product) -> None:
 
 def _pin_for_hook(product: Product) -> None:
     if product.has_loss:
-        problem = Problem(
-            "a hook on logits after the loss",
-            "the loss was computed without materializing them, so they get no gradient",
-            "Call `register_hook` or `retain_grad` before the loss.",
-        )
+        why = "the loss was computed without materializing them, so they get no gradient"
+        fix = "Call `register_hook` or `retain_grad` before the loss."
+        problem = Problem("a hook on logits after the loss", why, fix)
         raise IncompatibleError("chunked_cross_entropy", [problem])
     product.is_pinned = True
 

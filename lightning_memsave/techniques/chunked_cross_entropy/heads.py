@@ -19,7 +19,6 @@ MIN_CLASSES = 1024
 def find_heads(
     model: nn.Module, selectors: Sequence[BlockSelector] | None
 ) -> tuple[list[Block], list[str]]:
-    """Find the heads of a model."""
     named = dict(model.named_modules())
     if selectors is not None:
         predicates = [_predicate(selector) for selector in selectors]
@@ -29,7 +28,9 @@ def find_heads(
     names = {id(module): name for name, module in named.items()}
     heads, skipped = {}, []
     for head in chosen:
-        inner = [m for m in head.modules() if is_lora(m)] or _linear_layers(head)
+        # The layer may be wrapped, for example with copies of it that PEFT trains.
+        inner = [m for m in head.modules() if is_lora(m)]
+        inner = inner or [m for m in head.modules() if isinstance(m, nn.Linear)] or [head]
         for module in inner:
             name = names.get(id(module), "")
             why = _why_not(module) or _why_not_in(model, module)
@@ -41,7 +42,6 @@ def find_heads(
 
 
 def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | None:
-    """Return the operands of a head for an input."""
     if is_traced():
         return None
     base: Any = head.base_layer if is_lora(head) else head
@@ -94,7 +94,6 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Return whether a module is a Hugging Face model."""
     utils = sys.modules.get("transformers.modeling_utils")
     return utils is not None and isinstance(module, utils.PreTrainedModel)
 
@@ -107,11 +106,6 @@ def _large_layers(model: nn.Module) -> Iterator[nn.Module]:
             continue
         if base.out_features >= MIN_CLASSES and base.out_features > base.in_features:
             yield module
-
-
-# The layer may be wrapped, for example with copies of it that PEFT trains.
-def _linear_layers(head: nn.Module) -> list[nn.Module]:
-    return [m for m in head.modules() if isinstance(m, nn.Linear)] or [head]
 
 
 def _why_not(module: Any) -> str | None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.core.label_counts import known_count
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
+from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import Gradients, Results, run
@@ -45,7 +45,6 @@ class _Counted:
         return _is_most(int(self._num_counted), self._num_rows)
 
     def note(self, counted: Tensor | int, num_rows: int) -> None:
-        """Remember a call."""
         self._num_rows, self._event = num_rows, None
         if isinstance(counted, int):
             self._num_counted = counted
@@ -67,12 +66,11 @@ def _is_most(num_counted: int, num_rows: int) -> bool:
     return 8 * num_counted >= 7 * num_rows
 
 
-# By weight, and by whether there are gradients: evaluation has other labels, and needs less memory.
-_COUNTED: Any = WeakIdKeyDictionary()
+# Of a weight, by whether there are gradients: evaluation has other labels, and needs less memory.
+_COUNTED = "_memsave_counted"
 
 
 def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | None:
-    """Choose the rows for which to compute the loss."""
     num_rows = len(target)
     counted = target != ignored
     num_counted = known_count(target, ignored)
@@ -82,10 +80,14 @@ def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | N
         return torch.nonzero_static(counted, size=num_counted).squeeze(1)
     tensors = (*operands.inputs, *operands.weights)
     has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    latest = _COUNTED.setdefault(operands.weights[0], {}).setdefault(has_backward, _Counted())
+    if own(operands.weights[0], _COUNTED) is None:
+        set_own(operands.weights[0], _COUNTED, {True: _Counted(), False: _Counted()})
+    latest: _Counted = own(operands.weights[0], _COUNTED)[has_backward]
     # What fake tensors know is known at once. What is computed again in backward must choose again
-    # what it has chosen before, which only the labels themselves decide.
-    if not is_fake(target) and not _may_be_repeated() and latest.takes_all(num_rows):
+    # what it has chosen before, which only the labels themselves decide: hooks on saved tensors are
+    # those of `torch.utils.checkpoint`, around a loss, among others.
+    may_be_repeated = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if not is_fake(target) and not may_be_repeated and latest.takes_all(num_rows):
         latest.note(counted, num_rows)
         return None
     rows = counted.nonzero().squeeze(1)  # waits for the device
@@ -93,13 +95,8 @@ def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | N
     return None if _is_most(len(rows), num_rows) else rows
 
 
-# Hooks on saved tensors are those of `torch.utils.checkpoint`, around a loss, among others.
-def _may_be_repeated() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-# Gradients computed in forward that wait for backward, by weight and weakly referenced.
-_READY: Any = WeakIdKeyDictionary()
+# Of a weight: gradients from forward that wait for backward, weakly, as their graph frees them.
+_READY = "_memsave_ready"
 
 
 def linear_cross_entropy(
@@ -177,7 +174,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not `once_differentiable`: it raises nothing if the incoming gradient has no graph, as in
         # the first of two passes, and a term of the second derivative would be missing.
         if torch.is_grad_enabled():
-            raise IncompatibleError("chunked_cross_entropy", [_twice()])
+            what, why = (
+                "gradients of gradients (`create_graph=True`)",
+                "the chunked loss only has a first derivative",
+            )
+            fix = "Set `chunked_cross_entropy=None`."
+            raise IncompatibleError("chunked_cross_entropy", [Problem(what, why, fix)])
         (gradient,) = gradients
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
         nothing = (None,) * _NUM_OTHERS
@@ -252,18 +254,10 @@ def _trained_weights(call: Call, needs: tuple[bool, ...]) -> list[Tensor]:
 
 # A model that sums many losses would hold a gradient of the weight for each of them.
 def _is_ready(call: Call, needs: tuple[bool, ...]) -> bool:
-    refs = [_READY.get(weight) for weight in _trained_weights(call, needs)]
+    refs = [own(weight, _READY) for weight in _trained_weights(call, needs)]
     return any(ref is not None and ref() is not None for ref in refs)
 
 
 def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
     for weight in _trained_weights(call, needs):
-        _READY[weight] = weakref.ref(ready)
-
-
-def _twice() -> Problem:
-    return Problem(
-        "gradients of gradients (`create_graph=True`)",
-        "the chunked loss only has a first derivative",
-        "Set `chunked_cross_entropy=None`.",
-    )
+        set_own(weight, _READY, weakref.ref(ready))

@@ -28,7 +28,6 @@ class Layout:
 
     @classmethod
     def of_whole(cls, lead: tuple[int, ...], num_classes: int) -> "Layout":
-        """Return the layout of the output of a layer."""
         meta = torch.empty((*lead, num_classes), device="meta")
         return cls(tuple(meta.shape), tuple(meta.stride()), 0, math.prod(lead), num_classes)
 
@@ -62,12 +61,10 @@ class Layout:
         return slice(start, start + self.size[dim])
 
     def to_meta(self, dtype: torch.dtype) -> Tensor:
-        """Make a meta tensor with this layout."""
         matrix = torch.empty(self.num_rows * self.num_classes, dtype=dtype, device="meta")
         return matrix.as_strided(self.size, self.stride, self.offset)
 
     def of_view(self, view: Tensor) -> "Layout":
-        """Return the layout of a view of the tensor from `to_meta`."""
         size, stride, offset = tuple(view.shape), tuple(view.stride()), view.storage_offset()
         return Layout(size, stride, int(offset), self.num_rows, self.num_classes, self.copied)
 
@@ -114,7 +111,7 @@ class Product:
         self.settings = settings
         self.device = operands.inputs[0].device
         self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
-        """The output and its views."""
+        """The output and its views, as long as a tensor or a graph holds them."""
         self.is_pinned = False
         """Whether losses must use materialized logits: they were changed, or have a hook."""
         self.has_loss = False
@@ -125,13 +122,11 @@ class Product:
         note_product(self)
 
     def whole(self) -> "Part":
-        """Return the part for the whole output."""
         lead, num_classes = self.operands.inputs[0].shape[:-1], self.operands.num_classes
         layout = Layout.of_whole(lead, num_classes)
         return Part(self, layout, self.dtype, requires_grad=self.has_graph)
 
     def flat_operands(self, part: "Part") -> Operands:
-        """Return the operands as matrices, with the scale, shift and classes of a part."""
         (scale, shift), classes = part.affine, part.layout.classes
         inputs = tuple(x.reshape(-1, x.shape[-1]) for x in self.operands.inputs)
         bias = self.operands.bias
@@ -141,13 +136,11 @@ class Product:
         return replace(new, scale=scale, shift=shift, classes=classes)
 
     def tensors(self) -> list[Tensor]:
-        """Return the operands as a list: inputs, weights and bias."""
         operands = self.operands
         found = (*operands.inputs, *operands.weights, operands.bias)
         return [tensor for tensor in found if tensor is not None]
 
     def compute(self, tensors: list[Tensor] | None = None) -> Tensor:
-        """Compute the output as the layer does."""
         self.check_unchanged()
         dtype, num = self.operands.autocast_dtype, len(self.operands.inputs)
         tensors = self.tensors() if tensors is None else tensors
@@ -170,14 +163,12 @@ class Product:
         for i, (tensor, state) in enumerate(zip(self.tensors(), self._states, strict=True)):
             if _state_of(tensor) != state:
                 is_input = i < len(self.operands.inputs)
-                problem = _changed_input(self.settings.name) if is_input else _changed_weights()
+                problem = _changed_input(self.settings.name) if is_input else _CHANGED_WEIGHTS
                 raise IncompatibleError("chunked_cross_entropy", [problem])
 
 
 @dataclass
 class HeadSettings:
-    """Settings and state of a head."""
-
     name: str
     chunk_size: int | None = None
     has_warned: bool = False
@@ -208,12 +199,11 @@ class Part:
         """Factor of the rows, and the vector that is added afterwards."""
         self.computed: Tensor | None = None
         """The materialized tensor, if any."""
-        self.shown: Callable[[], Tensor | None] = _nothing
+        self.shown: Callable[[], Tensor | None] = lambda: None
         """Weak reference to its `DeferredLogits`."""
         product.parts.add(self)
 
     def compute(self) -> Tensor:
-        """Materialize it, once; the tensor has the graph that it would have had."""
         if self.computed is None:
             # With the grad mode of its creation, not the current one.
             is_inference = self.product.operands.inputs[0].is_inference()
@@ -235,22 +225,17 @@ class Part:
         return self.product.compute() if output is None else output
 
 
-def _nothing() -> None:
-    return None
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is an ordinary or fake one, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
-def _changed_weights() -> Problem:
-    return Problem(
-        "logits that are first used after an optimizer step",
-        "they are computed on first use, and the weights have changed since, in a step or by "
-        "swapping in others such as averages",
-        "Use them, or call `.clone()` on them, before that.",
-    )
+_CHANGED_WEIGHTS = Problem(
+    "logits that are first used after an optimizer step",
+    "they are computed on first use, and the weights have changed since, in a step or by "
+    "swapping in others such as averages",
+    "Use them, or call `.clone()` on them, before that.",
+)
 
 
 def _changed_input(name: str) -> Problem:

@@ -8,21 +8,14 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors
-from lightning_memsave.core.patching import (
-    is_patched_with,
-    patch_method,
-    previous_method,
-)
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy import tied_embedding
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads, read_head
-from lightning_memsave.techniques.chunked_cross_entropy.products import (
-    HeadSettings,
-    Product,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.products import HeadSettings, Product
 from lightning_memsave.techniques.host_weight import asks_for_host_weights
 
 _SETTINGS = "_memsave_head"
@@ -114,24 +107,12 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         return problems
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         heads, _ = self._find(target)
-        return [
-            Problem(
-                f"`{block.name}`",
-                "its loss is computed in chunks already",
-                "Undo the first `ChunkedCrossEntropy` before applying another.",
-            )
-            for block in heads
-            if is_patched_with(block.module, forward)
-        ]
+        why = "its loss is computed in chunks already"
+        fix = "Undo the first `ChunkedCrossEntropy` before applying another."
+        done = (block for block in heads if is_patched_with(block.module, forward))
+        return [Problem(f"`{block.name}`", why, fix) for block in done]
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         heads, skipped = self._find(target)

@@ -6,34 +6,26 @@ of the whole vocabulary, to be added to that of the head.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_memsave.core.patching import previous_method
+from lightning_memsave.core.patching import own, previous_method, set_own
 from lightning_memsave.techniques.chunked_cross_entropy.heads import is_traced
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
 from lightning_memsave.techniques.host_weight import asks_for_host_weights, host_weight_of
 
 aten = torch.ops.aten
-# Autograd nodes of embeddings, by weight and weakly referenced.
-_NODES: Any = WeakIdKeyDictionary()
-
-
-# Without these functions of torch, embedding and head have separate gradients, as usual.
-_HAS_ENGINE = all(
-    hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
-)
+# Of a weight: its embeddings' nodes in graphs, which end with these.
+_NODES = "_memsave_nodes"
 
 
 def can_share(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether a module is a plain embedding with this weight of a head."""
     return (
-        _HAS_ENGINE
-        and isinstance(module, nn.Embedding)
+        isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
         and module.weight is weight
         and module.max_norm is None
@@ -49,7 +41,8 @@ def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
     weight = embedding.weight
     host = host_weight_of(weight)
     if host is not None:
-        return host.look_up(embedding, input)
+        found: Tensor = host.look_up(embedding, input)
+        return found
     has_graph = torch.is_grad_enabled() and weight.requires_grad
     if not has_graph or is_traced() or not is_plain(weight):
         plain: Tensor = previous_method(embedding, "forward")(input)
@@ -66,7 +59,7 @@ def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
         return gradient
     task = torch._C._current_graph_task_id()
     will_run = torch._C._will_engine_execute_node
-    nodes = [n for n in _NODES.get(weight, ()) if n.last_task != task and will_run(n)]
+    nodes = [n for n in own(weight, _NODES) or () if n.last_task != task and will_run(n)]
     if not nodes:
         return gradient
     held = nodes[0].held
@@ -79,13 +72,13 @@ def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
     return None
 
 
+@dataclass
 class _SharedGradient:
     """A gradient between head and embedding; held by the graph, so that it is freed with it."""
 
-    def __init__(self, task: int, gradient: Tensor, num_waiting: int) -> None:
-        self.task = task
-        self.gradient = gradient
-        self.num_waiting = num_waiting
+    task: int
+    gradient: Tensor
+    num_waiting: int
 
 
 class _Embedding(torch.autograd.Function):
@@ -95,7 +88,9 @@ class _Embedding(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.padding, ctx.num_words = padding, len(weight)
         ctx.held, ctx.last_task = None, None
-        _NODES.setdefault(weight, WeakSet()).add(ctx)
+        if own(weight, _NODES) is None:
+            set_own(weight, _NODES, WeakSet())
+        own(weight, _NODES).add(ctx)
         return aten.embedding(weight, input, padding)
 
     @staticmethod

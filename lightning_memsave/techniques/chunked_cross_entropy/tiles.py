@@ -26,7 +26,6 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
 
 
 def tiled_losses(call: Call) -> Results:
-    """Compute the losses of rows, and the normalizers for their gradients."""
     # A target that is no class leaves NaN.
     losses = call.target.new_full((len(call.target),), math.nan, dtype=call.operands.wide_dtype)
     largest, totals = torch.full_like(losses, -math.inf), torch.zeros_like(losses)
@@ -67,8 +66,6 @@ def tiled_argmax(call: Call, convert: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class TiledGradients:
-    """Gradients of a loss with known normalizers, by tiles of classes."""
-
     def __init__(self, call: Call, needs: tuple[bool, ...], scale: Tensor) -> None:
         operands, num = call.operands, len(call.operands.inputs)
         # What is scaled first needs neither a copy of its sum nor a pass over it.
@@ -88,7 +85,6 @@ class TiledGradients:
         self._bias = None if bias is None or not needs[-1] else torch.empty_like(bias)
 
     def run(self, normalizers: Tensor, coefficients: Tensor) -> list[Tensor | None]:
-        """Compute the gradients."""
         call = self._call
         if self._is_scaled:
             coefficients = coefficients * self._scale
@@ -147,12 +143,7 @@ class TiledGradients:
 
 
 def tiled_gradients(
-    call: Call,
-    normalizers: Tensor,
-    coefficients: Tensor,
-    scale: Tensor,
-    *,
-    needs: tuple[bool, ...],
+    call: Call, normalizers: Tensor, coefficients: Tensor, scale: Tensor, *, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Compute the gradients of a weighted sum of losses, tile by tile of the classes."""
     with without_autograd(call):

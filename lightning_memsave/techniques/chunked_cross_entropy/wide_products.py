@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ _MIN_TILE = 512
 def compute_logits(
     logits: Tensor, parts: list[Tensor], weights: list[Tensor], bias: Tensor | None
 ) -> None:
-    """Compute ``sum(parts[i] @ weights[i].T) + bias``."""
     for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if part.dtype != logits.dtype:
             _add_low_precision_product(logits, part, weight.t(), is_first=i == 0)
@@ -96,18 +95,15 @@ def describe_missing_product(device: torch.device, narrow: torch.dtype) -> str:
 @functools.cache
 def find_product(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> AddProduct:
     """Find, by trying a small product, the fastest operator that sums in the wide type."""
-    for add in (_add_by_addmm, _add_by_mm):
-        total = torch.ones(8, 8, device=device, dtype=wide)
-        ones = torch.ones(8, 8, device=device, dtype=narrow)
-        try:
-            add(total, ones, ones, 1)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError):
-            continue
-        if bool((total == 9).all()):
-            return add
-    return _add_in_tiles
+    total = torch.ones(8, 8, device=device, dtype=wide)
+    ones = torch.ones(8, 8, device=device, dtype=narrow)
+    try:
+        _add_by_addmm(total, ones, ones, 1)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        return _add_in_tiles
+    return _add_by_addmm if bool((total == 9).all()) else _add_in_tiles
 
 
 # Fake tensors have no kernel for `_add_by_addmm`. In its place an operator that allocates nothing
@@ -126,24 +122,11 @@ def _add_fake(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     torch.ops.lightning_memsave.add_product(total, a, b, beta)
 
 
-# From torch 2.10 on.
 def _add_by_addmm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
 
 
-# From torch 2.8 on; needs memory for the product of a tile of columns.
-def _add_by_mm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    for columns, part in _tiles(total, b):
-        product = torch.mm(a, part, out_dtype=total.dtype)
-        columns.copy_(product if beta == 0 else columns + product)
-
-
 def _add_in_tiles(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    a = a.to(total.dtype)
-    for columns, part in _tiles(total, b):
+    a, size = a.to(total.dtype), max(_MIN_TILE, math.ceil(b.shape[1] / _NUM_TILES))
+    for columns, part in zip(total.split(size, 1), b.split(size, 1), strict=True):
         columns.addmm_(a, part.to(total.dtype), beta=beta)
-
-
-def _tiles(total: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    size = max(_MIN_TILE, math.ceil(b.shape[1] / _NUM_TILES))
-    return zip(total.split(size, 1), b.split(size, 1), strict=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     check_states,
@@ -118,14 +119,12 @@ class _PerParameterBits(_Base):
     page_mng: Any
 
     def uses_8bit(self, param: torch.Tensor) -> bool:
-        """Return whether the state of this parameter has 8 bits."""
         if param.numel() < self.min_8bit_size:
             return False
         # Parameters from `add_param_group` are not in the table.
         return self.bits_by_param.get(param, 8 if param.ndim > 1 else 32) == 8
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters and return the result of the closure."""
         self._opt_called = True
         loss = None
         if closure is not None:
@@ -146,7 +145,6 @@ class _PerParameterBits(_Base):
     def get_config(
         self, group_index: int, param_index: int, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the settings of one parameter under bitsandbytes' names."""
         param = self.param_groups[group_index]["params"][param_index]
         family = KIND_BY_WORD[self.memsave_kind].family
         betas = {"momentum": ("momentum",), "rmsprop": ("alpha",)}.get(family)
@@ -167,7 +165,6 @@ class _PerParameterBits(_Base):
     def init_state(
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
-        """Allocate the state of one parameter."""
         # The kernels assume contiguous memory; the state gets the parameter's strides.
         p.data = p.data.contiguous()
         super().init_state(group, p, group_index, param_index)  # type: ignore[misc]
@@ -175,7 +172,6 @@ class _PerParameterBits(_Base):
     def update_step(
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
-        """Update one parameter."""
         _check_gradient(p)
         if self._lacks_kernel(p):
             self._update_in_float32(group, p, group_index, param_index)
@@ -194,7 +190,6 @@ class _PerParameterBits(_Base):
             p.grad = grad
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state, after checking that its tensors have the shapes of the parameters."""
         check_structure(state_dict)
         sizes, own = (
             [len(g["params"]) for g in d] for d in (state_dict["param_groups"], self.param_groups)
@@ -225,7 +220,7 @@ class _PerParameterBits(_Base):
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
         # Own parameters only: a copy of this optimizer must not copy a frozen model.
-        own = {p for group in self.param_groups for p in group["params"]}
+        own = {*parameters_of(self)}
         kept["bits_by_param"] = {p: n for p, n in self.bits_by_param.items() if p in own}
         return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
 
@@ -278,7 +273,7 @@ class _PerParameterBits(_Base):
         p.data.copy_(p_float)
 
     def _page_all(self) -> None:
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in parameters_of(self):
             if p.device.type == "cpu" or p not in self.state:
                 continue
             for key in PAGED_STATES:
@@ -337,14 +332,11 @@ def _check_gradient(param: torch.Tensor) -> None:
     grad = param.grad
     if grad is None or grad.dtype == param.dtype:
         return
-    problem = Problem(
-        f"a parameter of shape {tuple(param.shape)}",
-        f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels need the same "
-        "type",
-        "Set `low_precision_weights=None` if the forward pass replaces weights; otherwise cast "
-        "gradients to the type of their parameters, or apply "
-        "`LowPrecisionWeights().round_updates(optimizer)`.",
-    )
+    why = f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels need the same "
+    fix = "Set `low_precision_weights=None` if the forward pass replaces weights; otherwise cast "
+    fix += "gradients to the type of their parameters, or apply "
+    fix += "`LowPrecisionWeights().round_updates(optimizer)`."
+    problem = Problem(f"a parameter of shape {tuple(param.shape)}", f"{why}type", fix)
     raise IncompatibleError("low_bit_optimizer", [problem])
 
 
@@ -409,7 +401,7 @@ def _try_step() -> str | None:
         param.grad = torch.ones_like(param)
         try:
             settings: Any = {"paged": False, "shown_name": "AdamW", "min_8bit_size": 4096}
-            new = _make(kind, adamw, bits_by_param={param: 8}, **settings)
+            new = build(kind, adamw, bits_by_param={param: 8}, **settings)
             new.step()
             keys = new.state[param].keys()
         except (AttributeError, KeyError, TypeError) as error:
@@ -420,7 +412,6 @@ def _try_step() -> str | None:
 
 @functools.cache
 def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_PerParameterBits]:
-    """Create the class of an 8-bit optimizer."""
     base = getattr(import_bitsandbytes('optimizer="8bit"').optim, class_name)
     namespace = {
         "__module__": __name__,
@@ -431,26 +422,15 @@ def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_Per
     return type(shown_name, (_PerParameterBits, base), namespace)
 
 
-def build(
-    kind: Kind,
-    optimizer: torch.optim.Optimizer,
-    *,
-    bits_by_param: Mapping[torch.Tensor, int],
-    min_8bit_size: int,
-    paged: bool,
-    shown_name: str,
-) -> torch.optim.Optimizer:
-    """Construct the 8-bit optimizer, sharing the group dictionaries of another one."""
+def require_bitsandbytes(optimizer: torch.optim.Optimizer) -> None:
     import_bitsandbytes('optimizer="8bit"')
-    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    on_gpu = any(p.is_cuda for p in parameters_of(optimizer))
     why = (on_gpu and _find_lost_library()) or find_changed_names()
     if why:
         raise _unusable('optimizer="8bit"', why)
-    settings: Any = {"min_8bit_size": min_8bit_size, "paged": paged, "shown_name": shown_name}
-    return _make(kind, optimizer, bits_by_param=bits_by_param, **settings)
 
 
-def _make(
+def build(
     kind: Kind,
     optimizer: torch.optim.Optimizer,
     *,

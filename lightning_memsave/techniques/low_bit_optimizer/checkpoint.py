@@ -41,8 +41,6 @@ _MARKS = {"adam": "amsgrad", "momentum": "dampening", "rmsprop": "centered"}
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """Result of the conversion for one optimizer."""
-
     is_converted: bool
     text: str
 
@@ -50,20 +48,7 @@ class StateChange:
 def convert_optimizer_states(
     checkpoint: Mapping[str, Any], to: Width, keep_32bit: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[StateChange]]:
-    """Convert the optimizer states of a Lightning checkpoint.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(512, 512))
-        >>> adamw = torch.optim.AdamW([weight])
-        >>> weight.sum().backward(); _ = adamw.step()
-        >>> checkpoint = {"state_dict": {"w": weight}, "optimizer_states": [adamw.state_dict()]}
-        >>> narrow, changes = convert_optimizer_states(checkpoint, "8bit")
-        >>> changes[0].text
-        'AdamW -> 8-bit AdamW: 1 of 1 tensors, optimizer state 2.00 MiB -> 522.00 KiB'
-        >>> wide, changes = convert_optimizer_states(narrow, "32bit")
-        >>> wide["optimizer_states"][0]["state"][0]["exp_avg"].dtype, changes[0].text
-        (torch.float32, 'AdamW: 1 of 1 tensors were 8-bit, optimizer state 522.00 KiB -> 2.00 MiB')
-    """
+    """Convert the optimizer states of a Lightning checkpoint."""
     states = checkpoint["optimizer_states"]
     check_type(states, Sequence, "`optimizer_states`")
     check_type(checkpoint.get("state_dict", {}), Mapping, "`state_dict`")
@@ -198,7 +183,6 @@ def _empty_parameter(state: Mapping[str, Any] | None) -> torch.nn.Parameter:
 
 
 def _names(state_dict: StateDict, checkpoint: Mapping[str, Any]) -> dict[Any, Sequence[str]]:
-    """Return the names that each parameter of an optimizer may have in the module."""
     by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, tensor in checkpoint.get("state_dict", {}).items():
         if isinstance(tensor, torch.Tensor):

@@ -43,16 +43,6 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
 
     The state of each parameter gets the target's width, 8 or 32 bits. State that has that width
     already is unchanged, bit for bit.
-
-    Example:
-        >>> from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-        >>> weight = torch.nn.Parameter(torch.ones(64, 64))
-        >>> adamw = torch.optim.AdamW([weight])
-        >>> low_bit = LowBitOptimizer().apply(torch.optim.AdamW([weight])).target
-        >>> weight.sum().backward(); _ = adamw.step()
-        >>> low_bit.load_state_dict(convert_state_dict(adamw.state_dict(), low_bit))
-        >>> low_bit.state[weight]["state1"].dtype, low_bit.state[weight]["step"]
-        (torch.uint8, 1)
     """
     check_structure(state_dict)
     states, groups = state_dict["state"], state_dict["param_groups"]
@@ -87,7 +77,6 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
 
 
 def is_bitsandbytes(state: object) -> bool:
-    """Return whether one value of ``state_dict["state"]`` is in bitsandbytes' format."""
     return isinstance(state, Mapping) and (NESTED in state or "state1" in state)
 
 
@@ -103,7 +92,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
 
 
 def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
-    """Find the family of optimizers that wrote the state of a parameter."""
     flat = flat_state(state)
     if "state2" in flat:
         check_type(flat["state2"], torch.Tensor, "`state2`")
@@ -222,10 +210,7 @@ def _fill_group(
 
 
 def _other_family(family: str, target: torch.optim.Optimizer) -> Problem:
-    name = FAMILY_NAMES.get(family, family)
-    return Problem(
-        "The checkpoint's optimizer state",
-        f"it was written by {name}, and this run uses {type(target).__name__}, which has other "
-        "state",
-        f"Use the optimizer of the checkpoint, or {WEIGHTS_ONLY}",
-    )
+    name, own = FAMILY_NAMES.get(family, family), type(target).__name__
+    why = f"it was written by {name}, and this run uses {own}, which has other state"
+    fix = f"Use the optimizer of the checkpoint, or {WEIGHTS_ONLY}"
+    return Problem("The checkpoint's optimizer state", why, fix)

@@ -14,6 +14,7 @@ NESTED = "__bnb_optimizer_quant_state__"
 _MOMENTS = frozenset({"state1", "state2"}).union(*(kind.state_keys for kind in KINDS))
 _TABLE_SIZE = 256
 _SETTINGS = {"lr": int | float | torch.Tensor, "betas": Sequence, "param_names": Sequence}
+_WHAT = "The checkpoint's optimizer state"
 WEIGHTS_ONLY = (
     "load its weights only: `MyModule.load_from_checkpoint(path)` and `trainer.fit(module)` "
     "without `ckpt_path`."
@@ -114,14 +115,15 @@ def _check_shape(where: str, key: str, moment: torch.Tensor, param: torch.Tensor
     allowed = [param.shape, (2, *param.shape)] if key == "state1" else [param.shape]
     if moment.shape in allowed:
         return
-    problem = Problem(
-        "The checkpoint's optimizer state",
+    why = (
         f"{where} belongs to a parameter of shape {tuple(moment.shape)}, but the parameter at this "
-        f"position has shape {tuple(param.shape)}",
-        "Give the optimizer its parameters in the order and with the sizes of the run that wrote "
-        f"the checkpoint, or {WEIGHTS_ONLY}",
     )
-    raise IncompatibleError("optimizer", [problem])
+    fix = "Give the optimizer its parameters in the order and with the sizes of the run that wrote "
+    why, fix = (
+        f"{why}position has shape {tuple(param.shape)}",
+        f"{fix}the checkpoint, or {WEIGHTS_ONLY}",
+    )
+    raise IncompatibleError("optimizer", [Problem(_WHAT, why, fix)])
 
 
 def _check_scales(where: str, number: str, flat: Mapping[str, Any], moment: torch.Tensor) -> None:
@@ -144,9 +146,6 @@ def check_type(value: object, kind: Any, where: str) -> None:
 
 
 def _malformed(why: str) -> IncompatibleError:
-    problem = Problem(
-        "The checkpoint's optimizer state",
-        f"{why}, so it is damaged or was not written by an optimizer",
-        f"Use an earlier checkpoint, or {WEIGHTS_ONLY}",
-    )
-    return IncompatibleError("optimizer", [problem])
+    why = f"{why}, so it is damaged or was not written by an optimizer"
+    fix = f"Use an earlier checkpoint, or {WEIGHTS_ONLY}"
+    return IncompatibleError("optimizer", [Problem(_WHAT, why, fix)])

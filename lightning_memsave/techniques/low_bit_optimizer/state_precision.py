@@ -17,7 +17,6 @@ _QMAP_BYTES = 256 * 4
 def parameter_names(
     optimizer: torch.optim.Optimizer, module: nn.Module | None
 ) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Collect all known names of each parameter."""
     names: dict[torch.Tensor, tuple[str, ...]] = {}
     if module is not None:
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -36,7 +35,6 @@ def reasons_for_32bit(
     keep_32bit: Sequence[str],
     force_8bit: Sequence[str],
 ) -> dict[torch.Tensor, str]:
-    """Decide for each parameter whether its state stays 32-bit."""
     names = parameter_names(optimizer, module)
     kinds = _special_parameters(module)
     params = dict.fromkeys([*names, *(p for g in optimizer.param_groups for p in g["params"])])
@@ -59,12 +57,10 @@ def reasons_for_32bit(
 def count_tensors(
     reasons: Mapping[torch.Tensor, str], trained: Sequence[torch.Tensor], min_8bit_size: int
 ) -> Counter[str]:
-    """Count tensors by the reason why they stay 32-bit."""
     return Counter(reasons[p] or ("small" if p.numel() < min_8bit_size else "") for p in trained)
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters that get optimizer state: those that require a gradient."""
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
 
@@ -79,7 +75,6 @@ def frozen_parameters(
 
 
 def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str | None:
-    """Return why bitsandbytes does not support parameters of an optimizer."""
     trained = set(trained_parameters(optimizer))
     if any(is_lazy(param) for param in trained):
         return "it has lazy parameters, whose size is not known before the first forward"
@@ -91,7 +86,6 @@ def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -
 
 
 def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Compute the state size of a torch optimizer after its first step."""
     kind = KIND_BY_TYPE.get(type(optimizer))
     if kind is None:
         return None
@@ -112,7 +106,6 @@ def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 def low_bit_state_bytes(
     kind: Kind, trained: Sequence[torch.Tensor], in_8bit: Iterable[torch.Tensor]
 ) -> int:
-    """Compute the state size of an 8-bit optimizer after its first step."""
     quantized = set(in_8bit)
     num_tables = 0 if kind.num_moments == 0 or not quantized else 1 + (kind.num_moments > 1)
     num_bytes = num_tables * _QMAP_BYTES

@@ -1,7 +1,6 @@
 """Keep optimizer state in 8 bits."""
 
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
@@ -10,12 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
     build,
     find_obstacle,
+    require_bitsandbytes,
 )
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     count_tensors,
@@ -35,7 +36,11 @@ from lightning_memsave.techniques.optimizer_kinds import (
     set_groups,
     wrapper_problems,
 )
-from lightning_memsave.techniques.parameter_names import matches, problems_of_patterns
+from lightning_memsave.techniques.parameter_names import (
+    is_dtensor,
+    problems_of_patterns,
+    unmatched_patterns,
+)
 from lightning_memsave.units import format_bytes
 
 SAME = ("8bit", "paged_8bit")
@@ -218,23 +223,16 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
                 object.__setattr__(self, setting, tuple(getattr(self, setting)))
             problems += wrong
         if type(self.min_8bit_size) is not int or self.min_8bit_size < 1:
-            problems.append(
-                Problem(
-                    f"`min_8bit_size={self.min_8bit_size!r}`",
-                    "it must be a number of elements, at least 1",
-                    "Use 4096.",
-                )
-            )
+            what, why = f"`min_8bit_size={self.min_8bit_size!r}`", "it must be a number of elements"
+            problems.append(Problem(what, f"{why}, at least 1", "Use 4096."))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse devices without kernels, and strategies that shard parameters."""
         problems = []
-        obstacle = None if facts.device is None else find_obstacle(facts.device)
-        if obstacle is not None:
-            why, fix = obstacle
-            problems.append(Problem(written, why, fix))
+        if facts.device is not None and (obstacle := find_obstacle(facts.device)):
+            problems.append(Problem(written, *obstacle))
         if facts.is_strategy("ModelParallelStrategy", "FSDPStrategy"):
             why = f"`{facts.strategy}` shards parameters, and bitsandbytes has no kernels for that"
             fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
@@ -256,21 +254,16 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             return []
         problems, name = [], type(target).__name__
         if any(target.state.values()):
-            problems.append(
-                Problem(
-                    f"`{name}` with state",
-                    "it has made steps already, and its state would be lost",
-                    "Switch to 8 bits before the first step, or resume from a checkpoint.",
-                )
+            why = "it has made steps already, and its state would be lost"
+            fix = "Switch to 8 bits before the first step, or resume from a checkpoint."
+            problems.append(Problem(f"`{name}` with state", why, fix))
+        if any(map(is_dtensor, parameters_of(target))):
+            what, why = (
+                f"`{name}` over DTensor parameters",
+                "bitsandbytes' kernels do not support them",
             )
-        if any(_is_dtensor(p) for group in target.param_groups for p in group["params"]):
-            problems.append(
-                Problem(
-                    f"`{name}` over DTensor parameters",
-                    "bitsandbytes' kernels do not support them",
-                    "Set `optimizer=None` under FSDP2 and tensor parallelism.",
-                )
-            )
+            fix = "Set `optimizer=None` under FSDP2 and tensor parallelism."
+            problems.append(Problem(what, why, fix))
         return problems + self._unmatched_patterns(target)
 
     def _apply(self, target: torch.optim.Optimizer) -> Handle[torch.optim.Optimizer]:
@@ -299,6 +292,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             )
             return Handle(target, (), (f"`{old_name}` stays 32-bit: {why}",))
 
+        require_bitsandbytes(target)
         on_gpu = any(p.device.type != "cpu" for p in trained)
         new = build(
             kind,
@@ -347,7 +341,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         )
 
     def _kind_for(self, target: torch.optim.Optimizer) -> Kind | str:
-        """Return the kind that replaces the target, or why it stays unchanged."""
         found = find_kind(target)
         named = named_kind(self.optimizer)
         is_done = is_low_bit(target) or type(target).__module__.startswith("bitsandbytes.")
@@ -362,25 +355,15 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
 
     def _unmatched_patterns(self, target: torch.optim.Optimizer) -> list[Problem]:
         names = sorted({n for own in parameter_names(target, self.module).values() for n in own})
-        problems = []
-        for setting in ("keep_32bit", "force_8bit"):
-            for pattern in getattr(self, setting):
-                if pattern == "*" or matches(names, (pattern,)):
-                    continue
-                close = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0)
-                fix = f"Use a pattern over names such as `{close[0]}`." if close else ""
-                problems.append(
-                    Problem(
-                        f"`{setting}` pattern {pattern!r}",
-                        "it matches no parameter" if names else "the names are not known",
-                        fix or "Pass `module=`, the owner of the parameters.",
-                    )
-                )
-        return problems
+        settings = ("keep_32bit", "force_8bit")
+        return [
+            problem
+            for setting in settings
+            for problem in unmatched_patterns(setting, getattr(self, setting), names)
+        ]
 
 
 def _why_not_replaced(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why an optimizer cannot be replaced by one of another kind."""
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), float | int):
             return "its learning rate is not a number"
@@ -394,9 +377,3 @@ def _why_not_replaced(optimizer: torch.optim.Optimizer) -> str | None:
 
 def _kept(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why) or "no parameters"
-
-
-def _is_dtensor(param: torch.Tensor) -> bool:
-    # Without an import there is no instance; importing it needs a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(param, module.DTensor)

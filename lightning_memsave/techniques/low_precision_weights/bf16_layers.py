@@ -1,6 +1,5 @@
 """Keep the outputs of normalization layers and GELU in bfloat16 under autocast."""
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,8 +9,7 @@ from torch.nn import functional
 
 from lightning_memsave.core.patching import patch_method, previous_method
 
-_RMSNorm = getattr(nn, "RMSNorm", None)
-_NORMS = tuple(kind for kind in (nn.LayerNorm, nn.GroupNorm, _RMSNorm) if kind is not None)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # Hugging Face's tanh-approximated GELUs, which consist of several operators.
 _COMPOSITE_GELUS = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
 
@@ -29,7 +27,9 @@ def keep_in_bfloat16(module: nn.Module) -> list[Callable[[], None]]:
             continue
         if type(child) in _NORMS:
             undo.append(patch_method(child, _Norm.forward))
-        elif type(child).__name__ in _COMPOSITE_GELUS and _is_of_hugging_face(child):
+        elif type(child).__name__ in _COMPOSITE_GELUS and type(child).__module__.startswith(
+            "transformers."
+        ):
             undo.append(patch_method(child, _GELU.forward))
     return undo
 
@@ -74,28 +74,17 @@ def _as_before(layer: nn.Module, input: Tensor) -> Tensor:
     return output
 
 
-def _is_of_hugging_face(layer: nn.Module) -> bool:
-    return type(layer).__module__.startswith("transformers.")
-
-
 def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-    """Accumulate the gradients of bfloat16 parameters in float32 from now on."""
-    chosen = [p for p in params if p.dtype is torch.bfloat16]
-    refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
+    chosen = [p for p in params if p.dtype is torch.bfloat16 and p.grad_dtype is not torch.float32]
 
     def set_dtype(dtype: torch.dtype) -> None:
-        for ref in refs:
-            param = ref()
+        for param in chosen:
             # Skip weights that are float32 again.
-            if param is not None and (param.dtype is torch.bfloat16 or dtype is torch.float32):
-                _set_grad_dtype(param, dtype)
+            if param.dtype is torch.bfloat16 or dtype is torch.float32:
+                grad = None if param.grad is None else param.grad.to(dtype)
+                param.grad = None
+                param.grad_dtype = dtype
+                param.grad = grad
 
     set_dtype(torch.float32)
     return [lambda: set_dtype(torch.bfloat16)]
-
-
-def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
-    grad = None if param.grad is None else param.grad.to(dtype)
-    param.grad = None
-    param.grad_dtype = dtype
-    param.grad = grad

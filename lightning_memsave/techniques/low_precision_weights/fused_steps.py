@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.core.memory import is_fake, on_cuda
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, KIND_BY_WORD, is_low_bit
@@ -32,8 +31,6 @@ for _name in ("rounded_adam", "rounded_adam_8bit"):
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step of Adam."""
-
     decay: float
     coupled: float
     beta1: float
@@ -185,24 +182,20 @@ for _name, _run in (("rounded_adam", _run_adam), ("rounded_adam_8bit", _run_adam
     _LIBRARY.impl(_name, lambda *args: None, "Meta")
 
 
-_BOUNDS: Any = WeakTensorKeyDictionary()
+_BOUNDS, _COUNT = "_memsave_bounds", "_memsave_count"  # of storages, which no checkpoint has
 
 
 def bounds_of(qmap: Tensor) -> Tensor:
     """Return the bounds (255,) between the values (256,) of a table, computed once per table."""
-    if qmap not in _BOUNDS:
-        _BOUNDS[qmap] = (qmap[:-1] + qmap[1:]) / 2
-    bounds: Tensor = _BOUNDS[qmap]
+    storage = qmap.untyped_storage()
+    if not hasattr(storage, _BOUNDS):
+        setattr(storage, _BOUNDS, (qmap[:-1] + qmap[1:]) / 2)
+    bounds: Tensor = getattr(storage, _BOUNDS)
     return bounds
 
 
 def step_fused(
-    optimizer: Any,
-    group: Mapping[str, Any],
-    param: nn.Parameter,
-    *,
-    rest: Tensor | None,
-    seed: int,
+    optimizer: Any, group: Mapping[str, Any], param: nn.Parameter, *, rest: Tensor | None, seed: int
 ) -> None:
     """Update a parameter for which `is_fused` is true."""
     state = optimizer.state[param]
@@ -223,16 +216,13 @@ def step_fused(
     update(*flat[:2], used, flat[2], *numbers)
 
 
-# By the tensor in which an optimizer counts its steps: the count, and the version that has it.
-_COUNTS: Any = WeakTensorKeyDictionary()
-
-
 def _count_step(step: Tensor) -> int:
     """Count a step. Fused optimizers count on the GPU: reading that makes the host wait."""
-    before, version = _COUNTS.get(step, (0, None))
+    storage = step.untyped_storage()
+    before, version = getattr(storage, _COUNT, (0, None))
     count = 1 + int(step if version != step._version else before)
     step += 1
-    _COUNTS[step] = count, step._version
+    setattr(storage, _COUNT, (count, step._version))
     return count
 
 
@@ -261,7 +251,6 @@ def _is_adam(optimizer: Optimizer) -> bool:
 
 
 def is_fused(optimizer: Any, group: Mapping[str, Any], param: nn.Parameter) -> bool:
-    """Return whether a parameter on a GPU is updated by one kernel."""
     if not on_cuda(param):
         return False
     state, grad = optimizer.state[param], param.grad

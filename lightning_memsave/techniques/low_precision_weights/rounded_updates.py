@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.low_precision_weights.fused_steps import is_fused, step_fused
@@ -52,7 +53,6 @@ def next_seed(seed: int) -> int:
 
 
 def first_seed(index: int) -> int:
-    """Return the 32-bit seed of the first update of the parameter at this optimizer index."""
     return (index + 1) * 2654435761 % 2**32
 
 
@@ -71,14 +71,11 @@ _TORCH = "torch.optim."
 
 @dataclass(frozen=True)
 class RoundedStep(StepOwner):
-    """Updates parameters in bfloat16 one by one in float32."""
-
     rounding: str
     order: ClassVar[int] = 2
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
-        """Update all that are in bfloat16 and have a gradient."""
-        params = (p for group in optimizer.param_groups for p in group["params"])
+        params = parameters_of(optimizer)
         own = [p for p in params if id(p) not in done and p.grad is not None and _is_rounded(p)]
         for param in own:
             bring(optimizer, [param])
@@ -87,7 +84,6 @@ class RoundedStep(StepOwner):
 
     @torch.no_grad()
     def update_some(self, optimizer: Optimizer, params: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Update those of some parameters that are in bfloat16."""
         for param in filter(_is_rounded, params):
             self._update(optimizer, param)
         return [param for param in params if not _is_rounded(param)]
@@ -151,7 +147,6 @@ def _weights(param: nn.Parameter, rest: Tensor | None, seed: int, *, is_flat: bo
 
 
 def install(optimizer: Optimizer, owner: RoundedStep) -> Callable[[], None]:
-    """Let an optimizer and its copies round their updates."""
     undo = [own_step(optimizer, owner)]
     undo += [patch_method(optimizer, globals()[name]) for name in _PATCHED]
     return functools.partial(undo_all, undo)
@@ -162,7 +157,6 @@ def _is_rounded(param: nn.Parameter) -> bool:
 
 
 def rounded_step_of(optimizer: Optimizer) -> RoundedStep | None:
-    """Return what rounds the updates of an optimizer; ``None`` if nothing does."""
     owners = owners_of(optimizer)
     return next((each for each in owners if isinstance(each, RoundedStep)), None)
 
@@ -208,7 +202,6 @@ def _restore(state: dict[str, Any], saved: Mapping[str, Any], param: Tensor) -> 
 
 
 def _prepare_state(optimizer: Any, param: nn.Parameter) -> None:
-    """Convert the state of a bfloat16 parameter to that of a float32 one."""
     state = optimizer.state[param]
     if hasattr(optimizer, "init_state"):  # bitsandbytes chooses the bits by the parameter
         if not state:
@@ -232,5 +225,5 @@ def _widen_state(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 
 def _position(optimizer: Optimizer, param: nn.Parameter) -> int:
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    params = parameters_of(optimizer)
     return next(i for i, p in enumerate(params) if p is param)

@@ -1,6 +1,5 @@
 """Keep weights in bfloat16, with updates that are not lost in rounding."""
 
-import difflib
 import sys
 import warnings
 from collections import Counter
@@ -17,15 +16,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
-from lightning_memsave.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    MemsaveWarning,
-    Problem,
-)
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.low_precision_weights.autocast_calls import compute_in_autocast
 from lightning_memsave.techniques.low_precision_weights.bf16_layers import (
@@ -39,7 +34,13 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
 )
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import mark_rounded
-from lightning_memsave.techniques.parameter_names import is_norm, matches, problems_of_patterns
+from lightning_memsave.techniques.parameter_names import (
+    is_dtensor,
+    is_norm,
+    matches,
+    problems_of_patterns,
+    unmatched_patterns,
+)
 from lightning_memsave.techniques.residences import residence_with
 from lightning_memsave.units import format_bytes
 
@@ -49,7 +50,6 @@ _KEPT = (*_RULES, *_LAYERS)
 
 
 def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Parameter, str]:
-    """Decide for each parameter whether it is converted to bfloat16."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -74,7 +74,6 @@ def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Pa
 
 
 def describe_left(reasons: dict[nn.Parameter, str]) -> str:
-    """Summarize the parameters that are not converted."""
     counts = sorted(Counter(why for why in reasons.values() if why).items())
     kept = ", ".join(f"{n} {why}" for why, n in counts if why in _KEPT)
     others = ", ".join(f"{n} {why}" for why, n in counts if why not in _KEPT)
@@ -83,7 +82,6 @@ def describe_left(reasons: dict[nn.Parameter, str]) -> str:
 
 
 def is_lazy(param: Tensor) -> bool:
-    """Return whether a parameter is lazy: without a shape before the first forward pass."""
     return isinstance(param, UninitializedParameter)
 
 
@@ -196,14 +194,9 @@ class LowPrecisionWeights(Technique[nn.Module]):
         if not problems:
             object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
         if self.rounding not in ROUNDINGS:
-            choices = ", ".join(f'"{word}"' for word in ROUNDINGS)
-            problems.append(
-                Problem(
-                    f"`rounding={self.rounding!r}`",
-                    "there is no such rounding",
-                    f"Choose one of {choices}.",
-                )
-            )
+            what, choices = f"`rounding={self.rounding!r}`", ", ".join(f'"{r}"' for r in ROUNDINGS)
+            fix = f"Choose one of {choices}."
+            problems.append(Problem(what, "there is no such rounding", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
 
@@ -214,70 +207,34 @@ class LowPrecisionWeights(Technique[nn.Module]):
         return cls(value) if is_rounding else super().from_value(value)
 
     def is_served(self, target: nn.Module) -> bool:
-        """Return True: optimizers round weights that are bfloat16 already.
-
-        Args:
-            target: The model.
-
-        Returns:
-            True.
-        """
+        """Return True: optimizers round weights that are bfloat16 already."""
         return True
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse strategies that decide the dtype of gradients or weights themselves."""
         problems = []
         if facts.is_strategy("DDPStrategy"):
-            problems.append(
-                Problem(
-                    f"{written} with `{facts.strategy}`",
-                    "it fixes the type of gradients, so that those of micro-batches would be "
-                    "summed in bfloat16",
-                    f"Train on one GPU, or set `{self.argument}=None`.",
-                )
+            why = (
+                "it fixes the type of gradients, so that those of micro-batches would be summed in "
             )
+            fix = f"Train on one GPU, or set `{self.argument}=None`."
+            what = f"{written} with `{facts.strategy}`"
+            problems.append(Problem(what, f"{why}bfloat16", fix))
         if facts.is_strategy(*SHARDED):
-            problems.append(
-                Problem(
-                    written,
-                    f"`{facts.strategy}` decides itself in which type it keeps and gathers weights",
-                    f"Set `{self.argument}=None`, and use the strategy's own mixed precision.",
-                )
-            )
+            why = f"`{facts.strategy}` decides itself in which type it keeps and gathers weights"
+            fix = f"Set `{self.argument}=None`, and use the strategy's own mixed precision."
+            problems.append(Problem(written, why, fix))
         return problems
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            All problems.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         names = [name for name, _ in target.named_parameters(remove_duplicate=False)]
-        problems = []
-        for pattern in self.keep_fp32:
-            if pattern == "*" or matches(names, (pattern,)) or not names:
-                continue
-            close = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0)
-            problems.append(
-                Problem(
-                    f"`keep_fp32` pattern {pattern!r}",
-                    "it matches no parameter",
-                    f"Use a pattern over names such as `{close[0]}`.",
-                )
-            )
-        # Without an import there is no instance; importing it needs a second.
-        dtensor = sys.modules.get("torch.distributed.tensor")
-        if dtensor is not None and any(isinstance(p, dtensor.DTensor) for p in target.parameters()):
-            problems.append(
-                Problem(
-                    f"`{type(target).__name__}` with DTensor parameters",
-                    "their shards are updated by the strategy's own rules",
-                    "Set `low_precision_weights=None`, and use FSDP2's `MixedPrecisionPolicy`.",
-                )
-            )
+        problems = unmatched_patterns("keep_fp32", self.keep_fp32, names) if names else []
+        if any(map(is_dtensor, target.parameters())):
+            what = f"`{type(target).__name__}` with DTensor parameters"
+            why = "their shards are updated by the strategy's own rules"
+            fix = "Set `low_precision_weights=None`, and use FSDP2's `MixedPrecisionPolicy`."
+            problems.append(Problem(what, why, fix))
         return problems
 
     def round_updates(self, optimizer: Optimizer) -> Handle[Optimizer]:
@@ -417,8 +374,7 @@ def _send_in_bfloat16(
 
 
 def describe_updates(optimizer: Optimizer, rounding: str) -> str:
-    """Describe the updates of an optimizer over bfloat16 parameters in one line."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters_of(optimizer)
     num_rounded = sum(map(_is_rounded, params))
     return (
         f"{type(optimizer).__name__}: {num_rounded} of {len(params)} tensors updated in "
@@ -427,8 +383,7 @@ def describe_updates(optimizer: Optimizer, rounding: str) -> str:
 
 
 def rounds_any(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer trains a bfloat16 parameter."""
-    return any(_is_rounded(p) for group in optimizer.param_groups for p in group["params"])
+    return any(_is_rounded(p) for p in parameters_of(optimizer))
 
 
 def _is_rounded(param: nn.Parameter) -> bool:
@@ -463,19 +418,10 @@ def _widen(params: list[nn.Parameter]) -> None:
 def _problems_of(optimizer: Optimizer) -> list[Problem]:
     what, problems = f"`{type(optimizer).__name__}`", wrapper_problems(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
-        problems.append(
-            Problem(
-                what,
-                "it tries several updates in one step and reverts them",
-                "Use another optimizer, or set `low_precision_weights=None`.",
-            )
-        )
+        why = "it tries several updates in one step and reverts them"
+        fix = "Use another optimizer, or set `low_precision_weights=None`."
+        problems.append(Problem(what, why, fix))
     if rounded_step_of(optimizer) is not None:
-        problems.append(
-            Problem(
-                what,
-                "it rounds its updates already",
-                "Undo the handle of the first `round_updates`.",
-            )
-        )
+        fix = "Undo the handle of the first `round_updates`."
+        problems.append(Problem(what, "it rounds its updates already", fix))
     return problems

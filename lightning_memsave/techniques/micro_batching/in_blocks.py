@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +12,25 @@ from lightning_memsave.core.blocks import (
     BlockSelector,
     ancestors,
     as_selectors,
+    compiled_in,
     find_blocks,
     is_given_cache,
 )
 from lightning_memsave.core.nested import leaves_of, map_tensors
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    own,
+    patch_method,
+    previous_method,
+    set_own,
+)
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
-from lightning_memsave.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    NoEffectWarning,
-    Problem,
-)
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.micro_batching.separability import tensors_in, why_not_separable
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+
+_CHUNKS = "_memsave_chunks"  # its copies run on whole batches
 
 
 @dataclass(frozen=True)
@@ -113,20 +116,12 @@ class BlockMicroBatching(Technique[nn.Module]):
             what, why = f"`{type(target).__name__}`", "its blocks run on a few samples already"
             return [Problem(what, why, "Call `handle.undo()` of the first one.")]
         # A block that was replaced by its compiled form is inside of it.
-        inside_and_around = [
-            pair
-            for block in blocks
-            for pair in (
-                *block.module.named_modules(prefix=block.name),
-                *((name, target.get_submodule(name)) for name in ancestors(block.name)),
-            )
-        ]
-        compiled = [
-            name
-            for name, module in inside_and_around
-            if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-        ]
-        return [compiled_problem(compiled[0])] if compiled else []
+        pairs: list[tuple[str, nn.Module]] = []
+        for block in blocks:
+            pairs += block.module.named_modules(prefix=block.name)
+            pairs += [(name, target.get_submodule(name)) for name in ancestors(block.name)]
+        compiled = compiled_in(pairs)
+        return [compiled_problem(compiled)] if compiled else []
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         blocks = [
@@ -139,15 +134,13 @@ class BlockMicroBatching(Technique[nn.Module]):
             return Handle(target, (), [why_not])
         undo: list[Callable[[], Any]] = []
         for block in blocks:
-            _CHUNKS[block.module] = _Chunks(block.name, self.size)
-            undo.append(lambda module=block.module: _CHUNKS.pop(module, None))  # type: ignore[misc]
+            undo.append(set_own(block.module, _CHUNKS, _Chunks(block.name, self.size)))
             undo.append(patch_method(block.module, forward, is_outer=True))
         samples = f"{self.size} sample{'s' if self.size > 1 else ''}"
         return Handle(target, [f"{len(blocks)} blocks run on {samples} at a time"], (), undo)
 
 
 def compiled_problem(name: str) -> Problem:
-    """Return the problem that a module is compiled."""
     return Problem(
         f"`{name}`",
         "it is compiled, for batches of one size",
@@ -157,8 +150,6 @@ def compiled_problem(name: str) -> Problem:
 
 @dataclass
 class _Chunks:
-    """How the batches of a block are split."""
-
     name: str
     size: int
     # By form of the arguments: of each tensor, whether its first dimension is the batch. A form
@@ -224,12 +215,8 @@ class _Chunks:
             )
 
 
-# Not in the module: its copies run on whole batches, and pickles need nothing of ours.
-_CHUNKS: WeakKeyDictionary[nn.Module, _Chunks] = WeakKeyDictionary()
-
-
 def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run a block on a few samples at a time; replaces its ``forward``."""
     run = previous_method(block, "forward", is_outer=True)
-    chunks = None if torch.compiler.is_compiling() else _CHUNKS.get(block)
+    chunks = None if torch.compiler.is_compiling() else own(block, _CHUNKS)
     return run(*args, **kwargs) if chunks is None else chunks.run(block, run, args, kwargs)

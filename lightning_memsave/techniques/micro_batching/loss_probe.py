@@ -29,8 +29,6 @@ _MAX_CONVERTED = 2**22  # elements of a factor that are in float32 at the same t
 
 
 class SavesBeforeWrites(TorchDispatchMode):
-    """Saves tensors of a state before they are written to."""
-
     def __init__(self, state: ModuleState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._state = state

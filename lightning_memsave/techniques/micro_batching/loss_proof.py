@@ -6,9 +6,9 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lightning_memsave.core.out_of_memory import (
     is_out_of_memory,
     with_memory_freed,
 )
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.loss_weights import (
@@ -66,8 +67,6 @@ _REFUSED, _OPEN, _PROVEN = range(3)
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of a proof."""
-
     weightings: tuple[Weighting, ...] = ()
     whole: Whole = frozenset()
     reason: str = ""
@@ -89,8 +88,6 @@ class Room(Protocol):
 
 @dataclass(frozen=True)
 class LossCheck:
-    """Inputs of a proof."""
-
     compute_loss: ComputeLoss
     batch: Any
     module: nn.Module
@@ -103,7 +100,6 @@ class LossCheck:
     room: Room | None = None
 
     def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
-        """List the weightings that the loss may have."""
         if self.known is not None:
             return list(self.known.weightings)
         extra = () if seen is None else (seen.ignored, seen.class_weights)
@@ -169,14 +165,10 @@ def _with_state_kept(check: LossCheck, find: Callable[[ModuleState], Proof]) -> 
             state.restore()
 
 
-@dataclass(frozen=True)
-class _Samples:
+class _Samples(NamedTuple):
     both: Any
     one: Any
     other: Any
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (self.both, self.one, self.other)
 
 
 def _two_samples(check: LossCheck, whole: Whole) -> _Samples | None:
@@ -328,30 +320,14 @@ def _observe_with_graph_if_needed(
         # A training step may compute gradients itself, as for a gradient penalty.
         if is_out_of_memory(error) or "grad" not in str(error) or ACTIVE_UPDATES:
             raise
-    with torch.enable_grad(), _own_gradients(check.module):
+    own_gradients = with_attribute(check.module.parameters(), "grad", None)
+    with torch.enable_grad(), own_gradients, contextlib.ExitStack() as stack:
+        stack.callback(leave_device, check.module)
         return observe()
 
 
-@contextlib.contextmanager
-def _own_gradients(module: nn.Module) -> Iterator[None]:
-    gradients = [(p, p.grad) for p in module.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        leave_device(module)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
 def _observe(
-    check: LossCheck,
-    samples: _Samples,
-    state: ModuleState,
-    *,
-    is_sharp: bool,
-    is_carried: bool,
+    check: LossCheck, samples: _Samples, state: ModuleState, *, is_sharp: bool, is_carried: bool
 ) -> _Observed | None:
     probe = LossProbe(state, is_sharp=is_sharp)
     losses, denominators = [], []
@@ -432,15 +408,13 @@ def _reason(
         return f"the loss of {of} samples is not finite ({both}; of {each} {one} and {other})"
     what = "a weighted mean or the sum"
     if check.loss_weight != "auto":
-        what = f"the mean with the weights of `loss_weight={_shown(check.loss_weight)}`"
+        weight = check.loss_weight
+        shown = getattr(weight, "__name__", "...") if callable(weight) else repr(weight)
+        what = f"the mean with the weights of `loss_weight={shown}`"
     return (
         f"{check.subject} cannot be split: the loss of {of} samples together is {both}, which is "
         f"not {what} of the losses of {each}, {one} and {other}"
     )
-
-
-def _shown(loss_weight: LossWeight) -> str:
-    return getattr(loss_weight, "__name__", "...") if callable(loss_weight) else repr(loss_weight)
 
 
 def _words(error: BaseException) -> str:

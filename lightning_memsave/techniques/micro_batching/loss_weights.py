@@ -44,7 +44,6 @@ def weightings_of(
     ignored: Iterable[int] = (),
     class_weights: Sequence[Tensor] = (),
 ) -> list[Weighting]:
-    """List the weightings that the loss of a batch may have."""
     if callable(loss_weight):
         return [Weighting("weighted by `loss_weight`", loss_weight, is_own=True)]
     samples = Weighting("weighted by samples", lambda part: count_samples(part, whole))
@@ -96,7 +95,6 @@ def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[
 
 
 def shares_of(weighting: Weighting, weights: Sequence[float]) -> list[float] | None:
-    """Convert weights to factors of losses."""
     if weighting.weigh is None:
         return list(weights)
     total = sum(weights)
@@ -111,7 +109,7 @@ def _of_leaf(
     name = path_text(path)
     rest = ", without the first of each sample" if start else ""
     if leaf.dtype == torch.bool or leaf.is_floating_point() or (leaf.ndim == 1 and not start):
-        yield _sum(path, start, f"the sum of {name}{rest}")
+        yield _count(path, start, lambda leaf: leaf, f"the sum of {name}{rest}")
     if leaf.is_floating_point():
         yield _count(path, start, _is_known, f"the entries of {name} that are not NaN{rest}")
         if leaf.ndim > 2:
@@ -138,10 +136,6 @@ def _entries(path: Path, ignored: int, start: int) -> Weighting:
     text = f"the entries of {path_text(path)} that are not {ignored}{rest}"
     weighting = _count(path, start, lambda leaf: leaf != ignored, text)
     return weighting if start else replace(weighting, labels=(path, ignored))
-
-
-def _sum(path: Path, start: int, text: str) -> Weighting:
-    return _count(path, start, lambda leaf: leaf, text)
 
 
 def _class_weights(path: Path, start: int, ignored: int, weights: Tensor, text: str) -> Weighting:

@@ -45,7 +45,6 @@ SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 def split_batch_with(
     own: SplitBatch | None, batch: Any, size: int, whole: frozenset[Path] = frozenset()
 ) -> list[Any]:
-    """Split a batch into micro-batches."""
     if own is None:
         return split_samples(batch, size, whole)
     result: Any = own(batch, size)  # the user may return anything
@@ -162,7 +161,6 @@ class MicroBatchRunner:
         self.weightings, self.whole = weightings, whole
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
-        """Split a batch into micro-batches."""
         if self.size is not None and self.prove is not None and not self.weightings:
             self.prove(batch)
         if self.size is None or self.splitting is Splitting.UNPROVEN:
@@ -271,7 +269,6 @@ class MicroBatchRunner:
         return None
 
     def size_of(self, batch: Any) -> int:
-        """Return the samples per micro-batch of a batch."""
         samples = count_samples(batch, self.whole)
         return samples if self.size is None else min(self.size, samples)
 

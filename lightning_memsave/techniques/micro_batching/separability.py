@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import items_of, map_tensors
 from lightning_memsave.core.out_of_memory import is_out_of_memory
-from lightning_memsave.core.saved_state import RandomState
+from lightning_memsave.core.saved_state import RandomState, with_attribute
 from lightning_memsave.techniques.micro_batching.loss_probe import SavesBeforeWrites
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 
@@ -67,7 +67,8 @@ class _Trial:
         """Compare with the sample alone: what is split may be another dimension of that size."""
         if self._is_fake:
             return ""
-        with _in_evaluation(self._block), _restored(self._block):
+        in_evaluation = with_attribute(self._block.modules(), "training", False)
+        with in_evaluation, _restored(self._block):
             outputs = [self._call(number)[0] for number in (2, 1)]
         for both, alone in zip(*map(tensors_in, outputs), strict=True):
             if alone.shape != (1, *both.shape[1:]) or not _is_close(both[0], alone[0]):
@@ -193,7 +194,6 @@ class _State:
         }
 
     def restore(self) -> None:
-        """Restore all of it."""
         for param, data in self._data:
             param.data = data
         self._state.restore()
@@ -214,15 +214,3 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 _OF_TORCH = {"_parameters", "_buffers", "_modules"}
-
-
-@contextlib.contextmanager
-def _in_evaluation(block: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in block.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training

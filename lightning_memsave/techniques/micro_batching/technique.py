@@ -1,8 +1,7 @@
 """Split batches into micro-batches that fit, with the gradient of the whole batch."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -10,20 +9,31 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.blocks import BlockSelector, as_selectors
+from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.names import did_you_mean
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
-from lightning_memsave.techniques.micro_batching.loop_proof import LoopProof
-from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemoryExhaustedError,
+    Problem,
+)
+from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
+from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight, Weighting
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
-from lightning_memsave.techniques.optimizer_step import all_in_backward
+from lightning_memsave.techniques.optimizer_step import all_in_backward, in_backward_of
 
 Step: TypeAlias = Callable[[Any], Tensor]
 """Function of a batch that returns its loss, a mean over samples or tokens."""
 
 _OF = ("batches", "blocks")
 _HALF = (torch.float16, torch.bfloat16)
+_FIX = (
+    "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; or "
+    "use smaller batches, and several of them for each step of the optimizer."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,32 +139,25 @@ class MicroBatching(Technique[Step]):
             why, fix = "batches are split before they come to the model", 'Write `of="blocks"` too.'
             unused = self.blocks is not None
             return [Problem(f"`blocks={self.blocks!r}`", why, fix)] if unused else []
-        whys = {
-            "micro_batch_size": (
-                self.micro_batch_size == "halve",
-                "a block runs on a number of samples that does not change",
-                'Write it, as in `MicroBatching(1, of="blocks")`.',
-            ),
-            "loss_weight": (
-                self.loss_weight != "auto",
-                "the loss is that of the whole batch",
-                "Remove it.",
-            ),
-            "split_batch": (
-                self.split_batch is not None,
-                "the batch stays whole, and tensors in the arguments of blocks are split",
-                "Remove it.",
-            ),
-            "evaluation": (
-                self.evaluation is not None,
-                "blocks run in the same way in evaluation",
-                "Remove it.",
-            ),
-        }
+        whys = {}
+        if self.micro_batch_size == "halve":
+            whys["micro_batch_size"] = "a block runs on a number of samples that does not change"
+        if self.loss_weight != "auto":
+            whys["loss_weight"] = "the loss is that of the whole batch"
+        if self.split_batch is not None:
+            whys["split_batch"] = (
+                "the batch stays whole, and tensors in the arguments of blocks are split"
+            )
+        if self.evaluation is not None:
+            whys["evaluation"] = "blocks run in the same way in evaluation"
+        fixes = {"micro_batch_size": 'Write it, as in `MicroBatching(1, of="blocks")`.'}
         return [
-            Problem(f'`{name}={getattr(self, name)!r}` with `of="blocks"`', why, fix)
-            for name, (is_given, why, fix) in whys.items()
-            if is_given
+            Problem(
+                f'`{name}={getattr(self, name)!r}` with `of="blocks"`',
+                why,
+                fixes.get(name, "Remove it."),
+            )
+            for name, why in whys.items()
         ]
 
     @classmethod
@@ -163,14 +166,7 @@ class MicroBatching(Technique[Step]):
         return super().from_value("halve" if value == "auto" else value)
 
     def check(self, target: Step) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The step.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         if self.of == "blocks":
             why, fix = "a step has no blocks", f"Use `BlockMicroBatching({self.micro_batch_size})`."
             return [Problem('`MicroBatching(of="blocks")` in a loop', why, fix)]
@@ -187,7 +183,9 @@ class MicroBatching(Technique[Step]):
     def check_module(self, module: nn.Module | None) -> list[Problem]:
         """Return the conflicts of a model, if it is known, with micro-batches."""
         parameters = [] if module is None else list(module.parameters())
-        half = {p.dtype for p in parameters if p.requires_grad and _sums_in_half(p)}
+        trained = [p for p in parameters if p.requires_grad and p.dtype in _HALF]
+        # Gradients can have another type, as with `LowPrecisionWeights`.
+        half = {p.dtype for p in trained if p.grad_dtype is not torch.float32}
         return [
             Problem(
                 f"`micro_batch_size={self.micro_batch_size!r}`",
@@ -214,12 +212,14 @@ class MicroBatching(Technique[Step]):
         runner, module = self.make_runner(), self.module
         losses: list[Tensor] = []
         if module is not None:
-            LoopProof(runner, target, module, self.loss_weight, self.split_batch)
+            self._require_proof(runner, target, module)
 
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
             loss = target(part)
             loss = loss if weight == 1.0 else loss * weight
-            with contextlib.nullcontext() if is_last else _accumulating(module):
+            # No updates in backward before the last micro-batch.
+            updates = [] if is_last else _updates_of(module)
+            with with_attribute(updates, "is_accumulating", True):
                 loss.backward()
             losses.append(loss.detach())
             # An outer `torch.autocast` would keep its cast copies of all weights alive.
@@ -246,10 +246,44 @@ class MicroBatching(Technique[Step]):
         )
         return Handle(step, [change])
 
+    def _require_proof(
+        self, runner: MicroBatchRunner, compute_loss: Step, module: nn.Module
+    ) -> None:
+        """Test the loss with the first batch that is split, and again where weightings differ."""
 
-# Since torch 2.9 gradients can have another type than parameters, as `LowPrecisionWeights` uses.
-def _sums_in_half(param: nn.Parameter) -> bool:
-    return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
+        def use(batch: Any, known: Proof | None = None) -> None:
+            check = LossCheck(
+                *(compute_loss, batch, module),
+                loss_weight=self.loss_weight,
+                split_batch=self.split_batch,
+                known=known,
+                needs_split=True,
+            )
+            proof = prove(check)
+            if proof.reason:
+                size = '"halve"' if runner.is_auto else runner.size
+                problem = Problem(f"`MicroBatching({size})`", proof.reason, proof.fix or _FIX)
+                if runner.is_auto:
+                    raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
+                raise IncompatibleError(self.name, [problem])
+            runner.use(proof.weightings, proof.whole)
+            if proof.is_settled:
+                runner.tell_apart = None
+
+        def prove_first(batch: Any) -> None:
+            if not any(map(is_fake, module.parameters())):
+                return use(batch)
+            runner.use([Weighting("weighted equally", lambda part: 1.0)], runner.whole)
+            runner.tell_apart = None  # for a prediction
+            return None
+
+        def tell_apart(batch: Any, differ: bool) -> bool:
+            if differ:
+                use(batch, Proof(tuple(runner.weightings), runner.whole))
+            return bool(runner.weightings)
+
+        runner.require_proof()
+        runner.prove, runner.tell_apart = prove_first, tell_apart
 
 
 _OTHER_THAN_UPDATES = (
@@ -273,29 +307,11 @@ def check_repeatable(module: nn.Module | None = None, advice: str = _OTHER_THAN_
         )
 
 
-@contextlib.contextmanager
-def _accumulating(module: nn.Module | None) -> Iterator[None]:
-    """Accumulate gradients without updates in backward: more micro-batches follow."""
-    updates = [each for each in _updates_of(module) if not each.is_accumulating]
-    for each in updates:
-        each.is_accumulating = True
-    try:
-        yield
-    finally:
-        for each in updates:
-            each.is_accumulating = False
-
-
 # Another model of the same process may be trained at the same time.
 def _updates_of(module: nn.Module | None) -> list[Any]:
     if module is None:
         return [updates for _, updates in all_in_backward()]
-    own = {id(param) for param in module.parameters()}
-    return [
-        updates
-        for optimizer, updates in all_in_backward()
-        if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
-    ]
+    return [updates for _, updates in in_backward_of(module.parameters())]
 
 
 def size_of_batches(value: Any) -> Any:

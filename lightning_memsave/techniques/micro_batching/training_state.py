@@ -31,6 +31,7 @@ from lightning_memsave.core.saved_state import (
     refill,
     set_generator,
     values_in,
+    with_attribute,
     write_back,
 )
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
@@ -71,8 +72,11 @@ class TrainingState:
         # Each once: a buffer may be shared.
         buffers = {id(b): (m, b) for m in modules for b in m._buffers.values() if b is not None}
         # Evaluation should only write to small buffers; versions of large ones, such as masks, are
-        # checked.
-        large = {key for key, (_, b) in buffers.items() if not self._drops and _is_large(b)}
+        # checked, but of those made under `torch.inference_mode`, which have none.
+        versioned = (
+            {} if self._drops else {k: b for k, (_, b) in buffers.items() if not b.is_inference()}
+        )
+        large = {key for key, b in versioned.items() if nbytes_of(b) > _MAX_STATE_BYTES}
         self._watched = [(m, b, b._version) for key, (m, b) in buffers.items() if key in large]
         # Of all buffers there are copies in watched steps only, which are few: on the host.
         copy = _host_copy if known is None else copy_of
@@ -152,7 +156,6 @@ class KnownChanges:
         return state
 
     def learn(self) -> None:
-        """Find what a step has changed, if it was watched, when it has passed."""
         before, self._watched = self._watched, None
         if before is None:
             return
@@ -218,11 +221,6 @@ def _differing(tensors: list[tuple[nn.Module, Tensor, Tensor]]) -> list[nn.Modul
         have_changed = torch.stack([flag for _, flag in pairs]).tolist()
         found += [m for (m, _), changed in zip(pairs, have_changed, strict=True) if changed]
     return found
-
-
-def _is_large(buffer: Tensor) -> bool:
-    # Tensors made under `torch.inference_mode` have no version counter.
-    return nbytes_of(buffer) > _MAX_STATE_BYTES and not buffer.is_inference()
 
 
 class _Attributes:
@@ -308,11 +306,9 @@ class ModuleState:
         self._random = RandomState(devices_of(module))
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's storage belongs to the module or the batch."""
         return key_of(tensor) in self._storages
 
     def save_before_write(self, tensor: Tensor) -> None:
-        """Save the values of a tensor that is about to be written to."""
         key = key_of(tensor)
         if key in self._storages and key not in self._saved:
             self._saved[key] = self._storages[key].clone()
@@ -342,11 +338,9 @@ class ModuleState:
         }
 
     def has_changed(self) -> bool:
-        """Return whether a tensor was written to or a container was changed."""
         return bool(self._saved) or not all(is_same(*pair) for pair in self._containers)
 
     def restore(self) -> None:
-        """Restore everything."""
         for key, values in self._saved.items():
             self._storages[key].copy_(values)
         for param, _ in self._trained:  # where it is offloaded, the device has other values
@@ -361,7 +355,6 @@ class ModuleState:
         self.restore_random()
 
     def restore_random(self) -> None:
-        """Restore random states."""
         for generator, state in self._generators:
             set_generator(generator, state)
         self._random.restore()
@@ -389,17 +382,11 @@ class ModuleState:
             self._generators.append((value, state))
 
 
-@contextlib.contextmanager
-def batch_norm_on_running_statistics(module: nn.Module) -> Iterator[None]:
-    """Let batch normalisation use running statistics, so that samples are independent."""
-    norms = [m for m in module.modules() if isinstance(m, _BATCH_NORM) and m.training]
-    for norm in norms:
-        norm.training = False
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.training = True
+def batch_norm_on_running_statistics(
+    module: nn.Module,
+) -> contextlib.AbstractContextManager[None]:
+    norms = [m for m in module.modules() if isinstance(m, _BATCH_NORM)]
+    return with_attribute(norms, "training", False)
 
 
 @contextlib.contextmanager

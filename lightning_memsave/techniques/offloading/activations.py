@@ -1,6 +1,5 @@
 """Keep in host memory what blocks save for the backward pass."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,14 +10,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.memory import is_fake
-from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.core.patching import own, set_own
+from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.copies import Copies, nothing_to_wait_for
 from lightning_memsave.techniques.offloading.stashes import HostBuffers, Kept, Saved, Stash
 
-# By module, so that copies of a module save their own tensors as usual.
-_OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, OffloadedActivations]" = (
-    weakref.WeakKeyDictionary()
-)
+_OFFLOADED = "_memsave_offloaded_activations"
 _NO_TASK = -1
 
 
@@ -44,20 +41,17 @@ class OffloadedActivations:
         memory: HostMemory,
         *,
         min_bytes: int = 2**20,
-        num_kept: int = 1,
-        num_prefetched: int = 1,
     ) -> None:
         self._blocks = [weakref.ref(block.module) for block in blocks]
         self._copies_of = copies_of
         self._copies: dict[torch.device, Copies] = {}
         self._buffers = HostBuffers(memory)
         self._min_bytes = min_bytes
-        self._num_kept = num_kept
-        self._num_prefetched = num_prefetched
         self._hooks = (self._pack, self._unpack)
         self._running: tuple[nn.Module, saved_tensors_hooks] | None = None
         # Of the running block: its device, and storages that stay there.
         self._home: tuple[torch.device | None, set[int]] | None = None
+        # Weakly: stashes end with what autograd has saved, and give their host memory back then.
         self._stashes: weakref.WeakValueDictionary[int, Stash] = weakref.WeakValueDictionary()
         # By block, in the order in which they ran, as far as a backward pass can come.
         self._saved: list[list[weakref.ref[Stash]]] = []
@@ -71,14 +65,12 @@ class OffloadedActivations:
         return self._buffers.num_bytes
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks."""
         undo: list[Callable[[], None]] = [self._stop]
         for reference in self._blocks:
             module = reference()
             assert module is not None, "the caller holds the model"
-            _OFFLOADED[module] = self
             undo += [
-                functools.partial(_forget, module),
+                set_own(module, _OFFLOADED, self),
                 module.register_forward_pre_hook(_before_block).remove,
                 module.register_forward_hook(_after_block, always_call=True).remove,
             ]
@@ -102,10 +94,9 @@ class OffloadedActivations:
         hooks = saved_tensors_hooks(*self._hooks)
         hooks.__enter__()
         self._running = (module, hooks)
-        self._start_leaving(len(self._saved) - 1 - self._num_kept)
+        self._start_leaving(len(self._saved) - 2)
 
     def end(self, module: nn.Module) -> None:
-        """Stop to save tensors."""
         if self._running is None or self._running[0] is not module:
             return
         self._running[1].__exit__()
@@ -160,8 +151,14 @@ class OffloadedActivations:
             module = self._running[0]
             resident = [*module.parameters(), *module.buffers()]
             device = next((each.device for each in resident), None)
-            plain = [each for each in resident if _has_storage(each)]
-            self._home = device, {each.untyped_storage()._cdata for each in plain}
+            self._home = (
+                device,
+                {
+                    each.untyped_storage()._cdata
+                    for each in resident
+                    if each.layout is torch.strided and not hasattr(each, "__tensor_flatten__")
+                },
+            )
         device, storages = self._home
         is_here = device is None or tensor.device == device
         return is_here and tensor.untyped_storage()._cdata not in storages
@@ -177,8 +174,7 @@ class OffloadedActivations:
             self._fetch([stash])
             tensor = saved.restore()
             if torch._C._current_graph_task_id() != _NO_TASK:
-                for place in range(stash.place - 1, stash.place - 1 - self._num_prefetched, -1):
-                    self._fetch(self._at(place))
+                self._fetch(self._at(stash.place - 1))
         return tensor
 
     def _at(self, place: int) -> Iterator[Stash]:
@@ -201,7 +197,7 @@ class OffloadedActivations:
                 for stash, buffer in zip(stashes, buffers, strict=True):
                     stash.leave_for(buffer)
         if not by_copies:
-            self._leaving.append((_nothing_to_wait_for, [], place))
+            self._leaving.append((nothing_to_wait_for, [], place))
 
     def _end_leaving(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -229,7 +225,7 @@ class OffloadedActivations:
 
     # Backward may take another way than back through the blocks: what came in vain leaves.
     def _forget_others(self, place: int) -> None:
-        near = range(place - self._num_prefetched, place + 1)
+        near = (place - 1, place)
         fetched = [(each, each()) for each in self._fetched]
         self._let_go([r for r, s in fetched if s is not None and s.place not in near], unused=True)
         self._fetched = [r for r, s in fetched if s is not None and s.flat is not None]
@@ -250,10 +246,6 @@ class OffloadedActivations:
             queue(self._let_all_go)
 
 
-def _nothing_to_wait_for() -> None:
-    pass
-
-
 def _top_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -266,10 +258,6 @@ def _saves_here() -> bool:
         and torch._C._current_graph_task_id() == _NO_TASK
         and _top_hooks() is None
     )
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
 # What is restored has the same bytes, but neither a class nor attributes of its own.
@@ -294,18 +282,14 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return isinstance(getattr(cast.next_functions[0][0], "variable", None), nn.Parameter)
 
 
-def _forget(module: nn.Module) -> None:
-    _OFFLOADED.pop(module, None)
-
-
 # Module-level functions, which copies of a module share without moving the original's tensors.
 def _before_block(module: nn.Module, _: object) -> None:
-    offloaded = None if torch.compiler.is_compiling() else _OFFLOADED.get(module)
+    offloaded = None if torch.compiler.is_compiling() else own(module, _OFFLOADED)
     if offloaded is not None:
         offloaded.begin(module)
 
 
 def _after_block(module: nn.Module, *_: object) -> None:
-    offloaded = None if torch.compiler.is_compiling() else _OFFLOADED.get(module)
+    offloaded = None if torch.compiler.is_compiling() else own(module, _OFFLOADED)
     if offloaded is not None:
         offloaded.end(module)

@@ -2,27 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.memory import (
-    host_copies,
-    is_fake,
-    mark_as_host,
-    on_cuda,
-)
-from lightning_memsave.techniques.offloading.flat_memory import (
+from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
+from lightning_memsave.techniques.flat_memory import (
     aligned,
     empty_like_all,
     in_order,
     joined,
     tensor_in,
 )
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker, wait_for
 
 _MAX_HELD_BYTES = 2**25
@@ -30,15 +24,12 @@ _PIECE_BYTES = 2**24
 _NUM_PIECES = 4
 
 
-def _nothing_to_wait_for() -> None:
+def nothing_to_wait_for() -> None:
     pass
 
 
 class Copies:
     """Copies between the host and a device without streams, done when they are asked for."""
-
-    def __init__(self, worker: HostWorker) -> None:
-        self._worker = worker
 
     def allocate(
         self, forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
@@ -51,7 +42,7 @@ class Copies:
         """Start to copy tensors to the device."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-        return _nothing_to_wait_for
+        return nothing_to_wait_for
 
     def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         """Copy a tensor to the host; the result is there after `finish`."""
@@ -77,7 +68,7 @@ class Copies:
 
     def landing(self) -> Callable[[], None]:
         """Return a function that lets the host's thread wait for what `to_host` has begun."""
-        return _nothing_to_wait_for
+        return nothing_to_wait_for
 
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
@@ -86,18 +77,10 @@ class Copies:
         with host_copies():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
-        return _nothing_to_wait_for
+        return nothing_to_wait_for
 
     def synchronize(self) -> None:
         """Wait on the host until the device has done all copies."""
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A device tensor that a copy reads."""
-
-    tensor: Tensor
-    event: Any
 
 
 class _Moving(NamedTuple):
@@ -133,14 +116,14 @@ class StreamCopies(Copies):
     """
 
     def __init__(self, worker: HostWorker, memory: HostMemory, device: torch.device | None) -> None:
-        super().__init__(worker)
+        self._worker = worker
         self._device = device
         self._memory = memory
         self._waiting: list[_Moving] = []
         self._group = 0
-        self._held: list[_Held] = []
+        self._held: list[tuple[Tensor, Any]] = []  # what copies read, and their events
         self._landings: list[Future[None]] = []
-        self._pieces: list[tuple[Tensor, Future[None] | None]] = []
+        self._pieces: list[tuple[Tensor, Future[None]]] = []
         # Events of the last copies, as long as the host does not know that they are done.
         self._last_up: Any = None
         self._last_down: Any = None
@@ -154,11 +137,9 @@ class StreamCopies(Copies):
     def allocate(
         self, forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> list[Tensor]:
-        """Allocate memory on the device for tensors that are copied together: one piece."""
         return empty_like_all(forms, dtypes, device)[1]
 
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
-        """Start to copy tensors to the device."""
         event = self._last_up = self._run_on(self._up, targets, sources)
 
         def wait() -> None:
@@ -168,7 +149,6 @@ class StreamCopies(Copies):
         return wait
 
     def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
-        """Copy a tensor to the host; the result is there after `finish`."""
         num_bytes = aligned(source.nbytes)
         waiting_bytes = sum(aligned(each.source.nbytes) for each in self._waiting)
         if waiting_bytes + num_bytes > _PIECE_BYTES:
@@ -183,24 +163,20 @@ class StreamCopies(Copies):
 
     # Putting together needs the memory twice: not of several blocks at once.
     def begin_group(self, group: object) -> None:
-        """Send what waits if it belongs to another group."""
         if id(group) != self._group:
             self._send_waiting()
             self._group = id(group)
 
     def land(self) -> None:
-        """Wait until what `to_host` copies as it is has come."""
         self._send_waiting()
         self._wait_for_down()
 
     def finish(self) -> None:
-        """Wait until all copies are done."""
         self.land()
         self._held.clear()
         wait_for(self._landings)
 
     def let_go(self) -> None:
-        """Let later computations wait for the copies to the host, in the place of the host."""
         self._send_waiting()
         self._let_go(_MAX_HELD_BYTES)
         landed = [*takewhile(Future.done, self._landings)]
@@ -209,20 +185,17 @@ class StreamCopies(Copies):
 
     # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
     def landing(self) -> Callable[[], None]:
-        """Return a function that lets the host's thread wait for what `to_host` has begun."""
         self._send_waiting()
         event = self._last_down
-        return _nothing_to_wait_for if event is None else event.synchronize
+        return nothing_to_wait_for if event is None else event.synchronize
 
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """Start to copy tensors to the host, as they are."""
         event = self._run_down(targets, sources)
         return lambda: self._let_computation_wait(event)
 
     def synchronize(self) -> None:
-        """Wait on the host until the device has done all copies."""
         self.land()
         if self._last_up is not None:
             self._last_up.synchronize()
@@ -238,9 +211,9 @@ class StreamCopies(Copies):
             self._last_up = None
 
     def _let_go(self, num_bytes: int) -> None:
-        while self._held and num_bytes + sum(h.tensor.nbytes for h in self._held) > _MAX_HELD_BYTES:
-            oldest = self._held.pop(0)
-            self._let_computation_wait(oldest.event)
+        while self._held and num_bytes + sum(t.nbytes for t, _ in self._held) > _MAX_HELD_BYTES:
+            _, event = self._held.pop(0)
+            self._let_computation_wait(event)
 
     def _let_computation_wait(self, event: Any) -> None:
         if self._device is not None:
@@ -256,7 +229,8 @@ class StreamCopies(Copies):
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return _record(stream)
+        # A host that waits for another event would spin, and take a core from the updates.
+        return stream.record_event(torch.cuda.Event(blocking=True))
 
     def _run_down(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
         self._last_down = self._run_on(self._down, targets, sources)
@@ -284,7 +258,7 @@ class StreamCopies(Copies):
             event = self._run_down(forms, together)
         else:
             event = self._land_together(piece, moving, together)
-        self._held.append(_Held(piece, event))
+        self._held.append((piece, event))
 
     def _send_alone(self, moving: _Moving) -> None:
         target, source, adds = moving
@@ -294,7 +268,7 @@ class StreamCopies(Copies):
             event = self._run_down([target], [source])
         else:
             event = self._land_alone(target, source, adds=adds)
-        self._held.append(_Held(source, event))
+        self._held.append((source, event))
 
     # Through small pieces of page-locked memory, as the host has to convert or to add.
     def _land_alone(self, target: Tensor, source: Tensor, *, adds: bool) -> Any:
@@ -342,20 +316,13 @@ class StreamCopies(Copies):
             like = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="meta")
             return self._memory.tensors_like([like])[0]
         memory, landing = self._pieces.pop(0)
-        if landing is not None:
-            landing.result()
+        landing.result()
         return memory
 
 
-# A host that waits for another event would spin, and take a core from the updates.
-def _record(stream: Any) -> Any:
-    return stream.record_event(torch.cuda.Event(blocking=True))
-
-
 def copies_for(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> Copies:
-    """Make what copies between the host and the device of a tensor."""
     if not on_cuda(tensor):
-        return Copies(worker)
+        return Copies()
     if is_fake(tensor):
         return StreamCopies(worker, memory, None)
     worker.use_all_cores()  # pragma: no cover (gpu)

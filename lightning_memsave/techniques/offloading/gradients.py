@@ -11,9 +11,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_memsave.core.memory import host_copies
 from lightning_memsave.core.states import next_state
+from lightning_memsave.techniques.flat_memory import shares_memory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.flat_memory import shares_memory
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
 
 class Came(Enum):
@@ -32,8 +32,6 @@ _COMING = {
 
 
 class Gradients:
-    """Where the gradients of a part's parameters land."""
-
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -70,7 +68,6 @@ class Gradients:
                 self._nodes.append(node)  # lest it is made anew before a graph holds it
 
     def stop_watching(self) -> None:
-        """Let go of the nodes that are watched."""
         self._nodes.clear()
 
     def put_aside(self, param: nn.Parameter) -> None:
@@ -86,7 +83,6 @@ class Gradients:
         self._note(index, Came.OLDER)
 
     def receive(self, param: nn.Parameter, copies: Copies) -> None:
-        """Move a gradient to the host."""
         assert param.grad is not None, "hooks run when there is a gradient"
         index = self._positions[id(param)]
         copies.begin_group(self)
@@ -101,14 +97,12 @@ class Gradients:
         self._came[index] = next_state(self._came.get(index, Came.NOTHING), came, _COMING)
 
     def show(self) -> None:
-        """Let parameters on the host have the gradients that came."""
         for index, came in self._came.items():
             if came is Came.NEW:
                 self._params[index].grad = self._on_host[index]
         self._came.clear()
 
     def forget(self) -> None:
-        """Forget the gradients that came."""
         self._came.clear()
 
     # Of frozen parameters from when they are trained on.

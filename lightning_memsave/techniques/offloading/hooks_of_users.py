@@ -32,7 +32,6 @@ class OnDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operator on the device."""
         kwargs = kwargs or {}
         copies = func is torch.ops.aten.copy_.default or kwargs.get("device") is not None
         is_view = getattr(func, "is_view", True)  # operators of higher order have none
@@ -60,7 +59,6 @@ class OnDevice(TorchDispatchMode):
 
 
 def compute_on_device(owner: Any, hook: str) -> Callable[[], None]:
-    """Let a hook meet weights as if they were on the device."""
     return patch_method(owner, _REPLACEMENTS[hook])
 
 
@@ -90,32 +88,26 @@ def _leave(mode: OnDevice) -> None:
 
 # `patch_method` needs functions of their names.
 def on_train_batch_start(owner: Any, *args: Any) -> Any:
-    """Replace the hook of the same name."""
     return _call(owner, "on_train_batch_start", args)
 
 
 def on_train_batch_end(owner: Any, *args: Any) -> Any:
-    """Replace the hook of the same name."""
     return _call(owner, "on_train_batch_end", args)
 
 
 def on_before_zero_grad(owner: Any, *args: Any) -> Any:
-    """Replace the hook of the same name."""
     return _call(owner, "on_before_zero_grad", args)
 
 
 def on_before_optimizer_step(owner: Any, *args: Any) -> Any:
-    """Replace the hook of the same name."""
     return _call(owner, "on_before_optimizer_step", args)
 
 
 def on_after_backward(owner: Any, *args: Any) -> Any:
-    """Replace the hook of the same name."""
     return _call(owner, "on_after_backward", args)
 
 
 def on_train_epoch_end(owner: Any, *args: Any) -> Any:
-    """Replace the hook of the same name."""
     return _call(owner, "on_train_epoch_end", args)
 
 

@@ -12,13 +12,12 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as, mark_as_host, on_cuda
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.flat_memory import shares_memory
 from lightning_memsave.techniques.host_weight import (
-    HostWeight,
     host_weight_of,
     is_asking,
     set_host_weight,
 )
-from lightning_memsave.techniques.offloading.flat_memory import shares_memory
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 
@@ -27,7 +26,7 @@ _LEFT_OUT = 'leave out `"embeddings"`'
 _NOT_IN_BACKWARD = -1
 
 
-class HostTable(HostWeight):
+class HostTable:
     """An embedding's weight on the host, of which the device gets rows or tiles.
 
     Autograd makes the gradient of look-ups on the host, as it does without. That of a tied head
@@ -35,8 +34,7 @@ class HostTable(HostWeight):
     """
 
     def __init__(self, residence: Residence, part: Part) -> None:
-        (weight,) = part.params
-        super().__init__(weight)
+        (self.weight,) = part.params
         self._residence = weakref.ref(residence)
         self._part = part
         self._of_tiles: Tensor | None = None  # used again
@@ -44,7 +42,6 @@ class HostTable(HostWeight):
         self._node: Any = None  # it holds the weight, but the weight does not hold it
 
     def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        """Look up rows, up to date."""
         self._begin()
         apply: Any = _LookUp.apply  # untyped in torch
         rows: Tensor = apply(self, embedding, self.weight, ids)
@@ -89,7 +86,6 @@ class HostTable(HostWeight):
 
     @property
     def residence(self) -> Residence:
-        """What brings parameters to the device."""
         residence = self._residence()
         assert residence is not None, "the model holds it"
         return residence
@@ -120,7 +116,7 @@ class HostTable(HostWeight):
         try:
             return bool(torch._C._will_engine_execute_node(self._node))
         except RuntimeError as error:
-            raise IncompatibleError("offloading", [_captured()]) from error
+            raise IncompatibleError("offloading", [_CAPTURED]) from error
 
     # By now all heads and look-ups of this backward pass have computed theirs.
     @torch.no_grad()
@@ -212,7 +208,6 @@ def _like_on_host(like: Tensor) -> Tensor:
 
 
 def look_up_on_host(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
-    """Let the embeddings of a model look up what stays on the host."""
     undo: list[Callable[[], None]] = []
     for part in residence.tables:
         table = HostTable(residence, part)
@@ -231,7 +226,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
     if host is None:
         plain: Tensor = previous_method(self, "forward")(input)
         return plain
-    return host.look_up(self, input)
+    found: Tensor = host.look_up(self, input)
+    return found
 
 
 def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:
@@ -284,9 +280,8 @@ def _why_not_embedding(embedding: nn.Embedding) -> tuple[str, str]:
     return "", ""
 
 
-def _captured() -> Problem:
-    return Problem(
-        "`torch.autograd.grad` for a table that is tied to a head",
-        "the gradient of the head is made tile by tile, and goes into that of the weight",
-        f"Use `backward` and the weight's `grad`, or {_LEFT_OUT}.",
-    )
+_CAPTURED = Problem(
+    "`torch.autograd.grad` for a table that is tied to a head",
+    "the gradient of the head is made tile by tile, and goes into that of the weight",
+    f"Use `backward` and the weight's `grad`, or {_LEFT_OUT}.",
+)

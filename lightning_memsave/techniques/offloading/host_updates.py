@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
@@ -44,36 +45,29 @@ class HostUpdates(StepOwner):
 
     def __init__(self, optimizer: Optimizer, residence: Residence) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._residence = residence
+        self.residence = residence
 
     def start(self) -> list[Callable[[], None]]:
-        """Own the optimizer's step."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
-        self._residence.updated_by_parts[optimizer] = self
         self._mark_state()
         hooks = [
             optimizer.register_state_dict_pre_hook(self._wait),
             optimizer.register_load_state_dict_pre_hook(self._wait),
             optimizer.register_load_state_dict_post_hook(self._mark_state),
         ]
-        return [
-            functools.partial(self._stop, optimizer),
-            *(hook.remove for hook in hooks),
-            own_step(optimizer, self),
-        ]
+        return [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
-        """Update what is on the host while the next step begins."""
-        self._residence.leave()
+        self.residence.leave()
         updated: set[int] = set()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = parameters_of(optimizer)
         if any(p.grad is not None for p in params):  # otherwise all are updated in backward
-            self._residence.finish()
+            self.residence.finish()
             with scaling_on_host(optimizer):
                 updated = self._update(optimizer)
-        if self._residence.is_watched:
-            self._residence.wait()
+        if self.residence.is_watched:
+            self.residence.wait()
         return updated
 
     def before_zeros(self, optimizer: Optimizer) -> None:
@@ -83,71 +77,62 @@ class HostUpdates(StepOwner):
     def submit(
         self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
     ) -> "Future[None]":
-        """Update some parameters of a part in the background."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
         part.take_back()
         part.keep_halves()
         self._allocate(optimizer, part, gradients)
-        landing = self._residence.copies.landing()
+        landing = self.residence.copies.landing()
         update = self._update_of(optimizer, part, gradients, clip)
 
         def update_when_landed() -> None:
             landing()
             update()
 
-        future = self._residence.worker.submit(update_when_landed)
+        future = self.residence.worker.submit(update_when_landed)
         part.begin_update(future)
         return future
 
     def _update(self, optimizer: Optimizer) -> set[int]:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = parameters_of(optimizer)
         if not updates_each_alone(optimizer):
-            self._residence.wait()
-            are_here = all(self._residence.part_of(param) is not None for param in params)
+            self.residence.wait()
+            are_here = all(self.residence.part_of(param) is not None for param in params)
             with on_host() if are_here else contextlib.nullcontext():
                 step_without_hooks(optimizer)
             self._mark_state()
             return {id(param) for param in params}
         gradients: defaultdict[Part, dict[nn.Parameter, Tensor]] = defaultdict(dict)
         for param in params:
-            part = self._residence.part_of(param)
+            part = self.residence.part_of(param)
             if param.grad is not None and part is not None:
                 gradients[part][param] = param.grad
         self._mark_state()  # of what micro-batches have allocated
-        for part in self._residence.all_parts:
+        for part in self.residence.all_parts:
             if part in gradients:
                 self.submit(part, gradients[part])
         return {id(param) for found in gradients.values() for param in found}
 
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Update all parameters at once, by a step that may run several passes."""
-
         def evaluate() -> Any:
             with counted_as(""), torch.enable_grad():
                 loss = closure()
-            self._residence.wait()
+            self.residence.wait()
             return loss
 
-        self._residence.wait()
+        self.residence.wait()
         with host_copies():
             found = step_without_hooks(optimizer, evaluate)
         self._mark_state()
         return found
 
-    def _stop(self, optimizer: Optimizer) -> None:
-        try:
-            self._residence.finish()
-        finally:
-            self._residence.updated_by_parts.pop(optimizer, None)
-
     def _wait(self, *_: object) -> None:
-        self._residence.finish()
+        self.residence.finish()
 
     def _mark_state(self, *_: object) -> None:
         optimizer = self._optimizer()
         for param, state in [] if optimizer is None else optimizer.state.items():
-            if self._residence.part_of(param) is not None:
+            if self.residence.part_of(param) is not None:
                 _mark(state)
 
     # Before the update runs, as it may be in the middle of a step that memory ends.
@@ -175,17 +160,21 @@ class HostUpdates(StepOwner):
             stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
         double = _double(optimizer, stand_ins, state)
-        if self._residence.device.type == "cuda" or any(map(on_cuda, gradients)):  # or a fake one
+        if self.residence.device.type == "cuda" or any(map(on_cuda, gradients)):  # or a fake one
             for group in double.param_groups:
                 choose_fused(double, group)
         # Whole temporaries of a table would need as much memory again, and pass the cache.
-        is_large = part in self._residence.tables and part.params[0].dtype is torch.float32
+        is_large = part in self.residence.tables and part.params[0].dtype is torch.float32
         others = [
             param
             for param, grad in gradients.items()
             if part.is_split(param)
             or grad.dtype is not part.weight_of(param).dtype
-            or (is_large and _has_temporaries(double, stand_ins[id(param)]))
+            or (
+                is_large
+                and is_tiled(double, stand_ins[id(param)])
+                and not group_of(double, stand_ins[id(param)]).get("fused")
+            )
         ]
         plain = [stand_ins[id(param)] for param in gradients if param not in {*others}]
 
@@ -199,7 +188,7 @@ class HostUpdates(StepOwner):
                 for param in others:
                     _step_in_float32(double, stand_ins[id(param)], part, param)
             except Exception as error:
-                names = self._residence.names_of(part.params)
+                names = self.residence.names_of(part.params)
                 error.add_note(f"In the update of {names} on the host, beside the next step.")
                 raise
             for held in state.values():
@@ -234,14 +223,13 @@ def _count_landing(number: int) -> None:
 def _unscale_landed(
     self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
-    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    gradients = (p.grad for p in parameters_of(optimizer))
     if inv_scale.is_cuda and any(each is not None and each.is_cpu for each in gradients):
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     return _unscale_at_once(self, optimizer, inv_scale, found_inf, allow_fp16)
 
 
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
-    """Return what updates an optimizer's parameters on the host; ``None`` if nothing does."""
     owners = owners_of(optimizer)
     return next((each for each in owners if isinstance(each, HostUpdates)), None)
 
@@ -258,10 +246,6 @@ def _double(
         for group in optimizer.param_groups
     ]
     return double_of(optimizer, groups, state)
-
-
-def _has_temporaries(double: Optimizer, stand_in: nn.Parameter) -> bool:
-    return is_tiled(double, stand_in) and not group_of(double, stand_in).get("fused")
 
 
 def _step_in_float32(

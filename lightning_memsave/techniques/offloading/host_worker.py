@@ -3,7 +3,6 @@
 import atexit
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,7 +33,6 @@ class HostWorker:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> "Future[None]":
-        """Run a function after those before it."""
         done: Future[None] = Future()
         with self._changed:
             self._waiting.append((work, done))
@@ -75,10 +73,8 @@ class HostWorker:
         self._thread = threading.Thread(target=self._run, args=(_IDLE_S,), daemon=True)
         self._thread.name = "memsave-host"
         self._thread.start()
-        _WORKERS.add(self)
-        # As the last one it is called first, before memory is unlocked.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
+        # Python would stop it in the middle of an update. Called first, before memory is unlocked.
+        atexit.register(self.close)
 
     def _run(self, idle_s: float) -> None:
         while True:
@@ -87,6 +83,8 @@ class HostWorker:
                     self._changed.wait_for(lambda: self._waiting or self._is_closing, idle_s)
                 if not self._waiting:
                     self._is_running, self._thread = False, None
+                    if idle_s:
+                        atexit.unregister(self.close)
                     return
                 work, done = self._waiting.popleft()
             self._complete(work, done)
@@ -131,12 +129,3 @@ def wait_for(work: list["Future[None]"]) -> None:
             work.remove(first)
     if failed:
         raise failed[0]
-
-
-# Python would stop the threads in the middle of an update.
-def _close_all() -> None:
-    for worker in [*_WORKERS]:
-        worker.close()
-
-
-_WORKERS: "weakref.WeakSet[HostWorker]" = weakref.WeakSet()

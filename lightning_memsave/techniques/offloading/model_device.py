@@ -1,7 +1,7 @@
 """``model.device`` of models that read it from their parameters, as those of Hugging Face do."""
 
 import functools
-import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_memsave.techniques.residences import residence_of
 
-_MODULES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _PLAIN: dict[type, Any] = {}  # properties by class, while a module of it is offloaded
+_NUM_MODULES: Counter[type] = Counter()
 
 
 def tell_device(model: nn.Module) -> list[Callable[[], None]]:
@@ -25,27 +25,24 @@ def tell_device(model: nn.Module) -> list[Callable[[], None]]:
         owner = next((c for c in classes if isinstance(vars(c).get("device"), property)), None)
         if owner is None or hasattr(module, "_device"):  # Lightning notes it by itself
             continue
-        _MODULES.add(module)
+        _NUM_MODULES[owner] += 1
         if owner not in _PLAIN:
             _PLAIN[owner] = vars(owner)["device"]
             owner.device = property(_device)  # type: ignore[attr-defined]
-        undo.append(functools.partial(_forget, weakref.ref(module), owner))
+        undo.append(functools.partial(_forget, owner))
     return undo
 
 
-def _forget(reference: "weakref.ref[nn.Module]", owner: type) -> None:
-    module = reference()
-    if module is not None:
-        _MODULES.discard(module)
-    if owner in _PLAIN and not any(isinstance(other, owner) for other in _MODULES):
+def _forget(owner: type) -> None:
+    _NUM_MODULES[owner] -= 1
+    if not _NUM_MODULES[owner]:
         owner.device = _PLAIN.pop(owner)  # type: ignore[attr-defined]
 
 
 def _device(self: nn.Module) -> torch.device:
-    if self in _MODULES:
-        residence = residence_of(self)
-        if residence is not None:
-            return torch.device(residence.device)
+    residence = residence_of(self)
+    if residence is not None and not hasattr(self, "_device"):
+        return torch.device(residence.device)
     plain = next(_PLAIN[cls] for cls in type(self).__mro__ if cls in _PLAIN)
     device: torch.device = plain.fget(self)
     return device

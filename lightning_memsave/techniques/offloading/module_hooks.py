@@ -15,12 +15,12 @@ from lightning_memsave.techniques.residences import residence_of, set_residence
 
 def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
     """Let the passes of a model move its parameters."""
-    undo: list[Callable[[], None]] = []
+    params = [param for part in residence.all_parts for param in part.params]
+    undo = set_residence(model.modules(), params, residence)
     blocks = [module for module in model.modules() if residence.is_block(module)]
     inside = {id(m) for block in blocks for m in block.modules()}
     for module in model.modules():
         undo += [
-            set_residence(module, residence),
             module.register_state_dict_pre_hook(_wait).remove,
             module.register_load_state_dict_pre_hook(_wait).remove,
         ]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
 from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.flat_memory import in_order, num_owners, shares_memory
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.flat_memory import in_order, num_owners, shares_memory
 from lightning_memsave.techniques.offloading.gradients import Gradients
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from lightning_memsave.techniques.tiled_steps import Weights
@@ -24,8 +24,6 @@ _Versions = tuple[int, list[tuple[int, int]]]
 
 
 class Place(Enum):
-    """Where the parameters of a part are."""
-
     HOST = auto()
     SENT = auto()  # on the host, with copies on the device or on their way there
     DEVICE = auto()
@@ -56,16 +54,6 @@ _FINDINGS = {
 }
 
 
-class Stored(Enum):
-    """How weights are kept on the host."""
-
-    WHOLE = auto()
-    HALVES = auto()  # those that are split
-
-
-_STORING = {Stored.WHOLE: (Stored.HALVES,), Stored.HALVES: (Stored.WHOLE,)}
-
-
 class Part:
     """Parameters of one block, or all that are in no block, on the host and on the device.
 
@@ -90,7 +78,8 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
         self._lower: dict[int, Tensor] = {}
-        self._place, self._stored, self._writes = Place.HOST, Stored.WHOLE, Writes.UNKNOWN
+        self._place, self._writes = Place.HOST, Writes.UNKNOWN
+        self._is_in_halves = False  # what is split
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -108,7 +97,6 @@ class Part:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the parameters are on the device."""
         return self._place in (Place.DEVICE, Place.TAKEN_BACK)
 
     def _move(self, place: Place) -> None:
@@ -116,7 +104,6 @@ class Part:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update runs in the background."""
         # In a prediction for CUDA until somebody waits: an update takes longer than launches do.
         if self._updates and is_fake(self.params[0]) and on_cuda(self.params[0]):
             return True
@@ -133,11 +120,9 @@ class Part:
         return self._versions() == self._converted
 
     def weight_of(self, param: Tensor) -> Tensor:
-        """Return the weight on the host."""
         return self._weights[self._positions[id(param)]]
 
     def is_split(self, param: Tensor) -> bool:
-        """Return whether a weight is kept in two halves."""
         return self._positions[id(param)] in self._are_split
 
     def updated_memory_of(self, param: Tensor) -> Tensor:
@@ -146,7 +131,6 @@ class Part:
         return self._to_send[index] if index in self._are_split else self._weights[index]
 
     def access_to(self, param: Tensor, *, is_flat: bool) -> Weights:
-        """Give access to a weight for an update of a part of it."""
         memory, index = self.updated_memory_of(param), self._positions[id(param)]
         memory = memory.view(-1) if is_flat else memory
         if index not in self._are_split:
@@ -163,7 +147,6 @@ class Part:
         return form if dtype is None else torch.empty_like(form, dtype=dtype)
 
     def device_dtype_of(self, param: Tensor) -> torch.dtype:
-        """Return the type of the copy on the device."""
         return self._dtypes[self._positions[id(param)]]
 
     # Data on another device gets another AccumulateGrad node, and each node calls the hooks.
@@ -174,7 +157,6 @@ class Part:
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
     ) -> None:
-        """Choose the type of the copy on the device."""
         self.join()
         index = self._positions[id(param)]
         self._dtypes[index] = dtype
@@ -224,7 +206,6 @@ class Part:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def send(self, copies: Copies, device: torch.device) -> None:
-        """Start to copy weights to the device if they have changed."""
         self.wait()
         self._adopt()
         if self._on_device and self._versions() == self._sent:
@@ -248,7 +229,6 @@ class Part:
         return [found[index] for index in range(len(order))]
 
     def enter(self, copies: Copies, device: torch.device) -> None:
-        """Let the parameters be on the device."""
         if self.is_on_device:
             return
         self.send(copies, device)
@@ -267,7 +247,6 @@ class Part:
         self.gradients.watch()
 
     def leave(self) -> None:
-        """Let the parameters be on the host again."""
         if not self.is_on_device:
             return
         self.take_back()
@@ -297,7 +276,13 @@ class Part:
         with host_copies():
             for index, data, sent in found:
                 if data.dtype is not sent.dtype:
-                    raise IncompatibleError("offloading", [_other_type(data, sent)])
+                    # Another type makes a new node for its gradient, of which nothing here knows.
+                    why = (
+                        f"forward replaces it by {data.dtype}, and on the device it is {sent.dtype}"
+                    )
+                    fix = "Set `low_precision_weights=None`, or keep its type in forward."
+                    problem = Problem(f"a parameter of shape {tuple(data.shape)}", why, fix)
+                    raise IncompatibleError("offloading", [problem])
                 new, weight = data.cpu(), self._weights[index]
                 # Where it was not written, a weight keeps what its copy lacks.
                 weight.copy_(torch.where(new == sent, weight, new.to(weight.dtype)))
@@ -333,7 +318,6 @@ class Part:
         self._move(Place.HOST)
 
     def convert(self, changed: Iterable[Tensor] | None = None) -> None:
-        """Convert weights that have changed to the types of the device."""
         versions = self._versions()
         if versions == self._converted:
             return
@@ -353,15 +337,14 @@ class Part:
         self._converted = self._versions()
 
     def keep_halves(self) -> None:
-        """Keep weights that were joined in two halves again."""
-        if self._are_split and self._stored is Stored.WHOLE:
+        if self._are_split and not self._is_in_halves:
             self.convert()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def join(self) -> None:
         """Let all weights on the host be whole, where they may be changed."""
-        if self._stored is Stored.WHOLE:
+        if not self._is_in_halves:
             return
         own = sorted(self._are_split)
         # Not of the memory that is locked for a GPU: it does not copy these weights.
@@ -370,7 +353,7 @@ class Part:
             for index, weight in zip(own, whole, strict=True):
                 join_weight(self._to_send[index], self._lower[index], weight)
         self._replace_weights(dict(zip(own, whole, strict=True)))
-        self._stored = next_state(self._stored, Stored.WHOLE, _STORING)
+        self._is_in_halves = False
         self._converted = None
         self.note_change()
 
@@ -390,7 +373,7 @@ class Part:
                     halves = self._memory.tensors_like(forms, [dtype] * len(own))
                     for index, half in zip(own, halves, strict=True):
                         into[index] = half
-            if self._stored is Stored.WHOLE:
+            if not self._is_in_halves:
                 for index in own:
                     split_weight(self._weights[index], self._to_send[index], self._lower[index])
                 empty = torch.empty((), dtype=torch.float32, device="meta")
@@ -401,7 +384,7 @@ class Part:
                         for index, each in zip(own, nan, strict=True)
                     }
                 )
-                self._stored = next_state(self._stored, Stored.HALVES, _STORING)
+                self._is_in_halves = True
 
     def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
         for index, weight in weights.items():
@@ -432,10 +415,3 @@ class Part:
     def _versions(self) -> _Versions:
         pairs = zip(self.params, self._weights, strict=True)
         return self._num_changes, [(p._version, w._version) for p, w in pairs]
-
-
-# Another type makes a new node for its gradient, of which nothing here knows.
-def _other_type(data: Tensor, sent: Tensor) -> Problem:
-    what = f"a parameter of shape {tuple(data.shape)}"
-    why = f"forward replaces it by {data.dtype}, and on the device it is {sent.dtype}"
-    return Problem(what, why, "Set `low_precision_weights=None`, or keep its type in forward.")

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,20 @@ from torch.optim import Optimizer
 from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.core.nested import map_tensors
+from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
+from lightning_memsave.techniques.flat_memory import is_in_piece
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import copies_for
-from lightning_memsave.techniques.offloading.flat_memory import is_in_piece
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.optimizer_step import around_all_steps
+from lightning_memsave.techniques.optimizer_step import owners_of as owners_of_step
 
 _NO_TASK = -1
-
-
-class Taker(Protocol):
-    """Takes gradients in the place of `Gradients.receive`."""
-
-    def take(self, param: nn.Parameter, part: Part) -> bool:
-        """Take a complete gradient, or return False."""
+_PART = "_memsave_part"
 
 
 class Residence:
@@ -50,26 +47,21 @@ class Residence:
         self.is_watched = False
         """Whether code between two steps may read or change weights, in ways that torch does not
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
-        self.updated_by_parts: weakref.WeakKeyDictionary[Optimizer, Any] = (
-            weakref.WeakKeyDictionary()
-        )
-        """Optimizers whose updates note themselves what they change, and these updates."""
-        self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
-        """What updates parameters as soon as their gradients are complete."""
+        self.takers: list[Any] = []
+        """What updates parameters as soon as their gradients are complete; each ``take`` says
+        whether it has taken a gradient."""
         self.memory = memory
         some = [*params, *tables][0]
         self.device = some.device
         self.copies = copies_for(some, worker, self.memory)
         owners = owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
-        # A strong reference to a module would keep the model alive.
         is_streamed = num_on_device is not None
         self._num_ahead = 1 if num_on_device is None else num_on_device - 1
-        self._by_block: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
+        self.parts = [self.rest]
         for block in blocks:
-            own = [param for param in params if owners[param] is block]
-            self._by_block[block.module] = Part(own, self.memory, is_streamed=is_streamed)
-        self.parts = [self.rest, *self._by_block.values()]
+            inside = [param for param in params if owners[param] is block]
+            self.parts.append(Part(inside, self.memory, is_streamed=is_streamed))
         """In the order in which a step needs them."""
         self.tables = [self._part_of_table(table) for table in tables]
         """Of embeddings, which stay on the host."""
@@ -101,21 +93,21 @@ class Residence:
         """The parts, also those that stay on the host."""
         return [*self.tables, *self.parts]
 
-    def start(self) -> list[Callable[[], None]]:
-        """Watch gradients and optimizers."""
+    def start(self, blocks: Sequence[Block]) -> list[Callable[[], None]]:
         self._watch_trained()
-        return [self._stop_watching, *self._watch_steps()]
+        # Blocks have their parts: references to modules would keep the model alive.
+        pairs = zip(blocks, self.parts[1:], strict=True)
+        undo = [set_own(block.module, _PART, part) for block, part in pairs]
+        return [*undo, self._stop_watching, *self._watch_steps()]
 
     def is_block(self, module: nn.Module) -> bool:
-        """Return whether a module is one of the blocks."""
-        return module in self._by_block
+        return own(module, _PART) in self.parts
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
         return self._part_of.get(id(param))
 
     def names_of(self, params: Iterable[Tensor]) -> str:
-        """Return the names of parameters, for messages."""
         model, chosen = self._model(), {id(param) for param in params}
         named = [] if model is None else model.named_parameters()
         return ", ".join(f"`{name}`" for name, param in named if id(param) in chosen)
@@ -155,7 +147,6 @@ class Residence:
             part.num_uses = 0
 
     def finish(self) -> None:
-        """Finish all updates, and let all parameters be on the host."""
         self.leave()
         self.copies.synchronize()  # the device may still read weights for what it computes late
         failed = []
@@ -208,10 +199,15 @@ class Residence:
 
         return around_all_steps(before, after)
 
+    def updates_of(self, optimizer: Optimizer) -> Any:
+        """Return what updates parts in the background; ``None`` if nothing does."""
+        owners = owners_of_step(optimizer)
+        return next((own for own in owners if getattr(own, "residence", None) is self), None)
+
     def _changed_by(self, optimizer: Optimizer) -> set[Part]:
-        if optimizer in self.updated_by_parts:
+        if self.updates_of(optimizer) is not None:  # which note themselves what they change
             return set()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = parameters_of(optimizer)
         return {part for p in params if (part := self._part_of.get(id(p))) is not None}
 
     # Frozen parameters have no gradient to wait for, until somebody trains them.
@@ -241,7 +237,6 @@ class Residence:
 
     @torch.no_grad()
     def receive(self, param: nn.Parameter) -> None:
-        """Move a gradient to the host that backward has computed."""
         part = self._part_of[id(param)]
         if part in self.tables:
             self._note_gradients()
@@ -298,7 +293,7 @@ class Residence:
 
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
-        part = self._by_block[block]
+        part = own(block, _PART)
         if _is_in_backward():  # recomputed by somebody else's checkpoint, which calls the block
             self._enter(part, -1)
         else:
@@ -308,8 +303,7 @@ class Residence:
             self._came.append(part)
 
     def leave_block(self, block: nn.Module, output: Any) -> Any:
-        """Let the parameters of a block be on the host until its backward pass."""
-        part = self._by_block[block]
+        part = own(block, _PART)
         if torch.is_grad_enabled() and part.is_streamed:
             map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
             if part is self.parts[-1] or _is_in_backward():  # where backward begins, or is
@@ -329,8 +323,8 @@ class Residence:
     def _enter_in_backward(self, part: Part) -> None:
         if self._is_released:  # the graph is older
             return
-        for other in self._by_block.values():
-            if other is not part and other.is_on_device:
+        for other in self.parts:
+            if other not in (part, self.rest) and other.is_on_device:
                 other.leave()
                 self._left.append(other)
         self._enter(part, -1)
@@ -357,7 +351,6 @@ class Residence:
                 part.gradients.forget()
 
     def end(self) -> None:
-        """Note that it ends."""
         self._depth = max(0, self._depth - 1)
         self._leave_unless_used()
 
@@ -375,7 +368,6 @@ class Residence:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Hide the offloaded parameters from the model."""
         model = self._model()
         assert model is not None, "one of its methods runs"
         hidden = [
@@ -393,24 +385,19 @@ class Residence:
                 setattr(module, name, param)  # as recurrent layers have a list of them besides
 
     def follow(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Follow the model to another device."""
         some = next(param for part in self.all_parts for param in part.params)
         # Where it is, as `float` leaves it there; but nothing can be moved from `meta`.
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         before = torch.empty(0, dtype=some.dtype, device=device)
         after = convert(before)
         if after.dtype is not before.dtype:
-            raise IncompatibleError(
-                "offloading",
-                [
-                    Problem(
-                        f"a conversion of the model to {after.dtype}",
-                        f"its weights wait on the host in {before.dtype}",
-                        "Convert the model before it is offloaded, or use "
-                        '`precision="bf16-mixed"` instead of `"bf16-true"`.',
-                    )
-                ],
+            what = f"a conversion of the model to {after.dtype}"
+            fix = 'Convert the model before it is offloaded, or use `precision="bf16-mixed"` '
+            why, fix = (
+                f"its weights wait on the host in {before.dtype}",
+                f'{fix}instead of `"bf16-true"`.',
             )
+            raise IncompatibleError("offloading", [Problem(what, why, fix)])
         if after.device != self.device:
             self.device = after.device
             self.copies = copies_for(after, self.worker, self.memory)

@@ -20,7 +20,6 @@ def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
 
 
 def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Tensor:
-    """Join what `split_weight` has made."""
     into = torch.empty_like(upper, dtype=torch.float32) if into is None else into
     # As a signed number, the lower half is negative where the upper one was rounded up.
     into.view(torch.int32).copy_(upper.view(torch.int16)).bitwise_left_shift_(16).add_(lower)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from lightning_memsave.core.memory import counted_as
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
 
 class HostBuffers:
@@ -37,7 +37,6 @@ class HostBuffers:
         return self._memory.tensors_like([flat])[0]
 
     def give_back(self, buffer: Tensor) -> None:
-        """Let others use what `take` gave."""
         self._free.append(buffer)
 
     def clear(self) -> None:
@@ -83,7 +82,6 @@ class Stash:
         return is_same and self._version == tensor._version
 
     def save(self, tensor: Tensor, place: int) -> "Saved":
-        """Save a tensor."""
         self.flat = _flat(tensor)
         self.place = place
         self._num_saved += 1
@@ -161,7 +159,6 @@ class Saved:
     offset: int
 
     def restore(self) -> Tensor:
-        """Return the tensor, whose bytes are on the device."""
         flat = self.stash.use().view(self.dtype)
         return flat.as_strided(self.size, self.stride, self.offset)
 
@@ -177,7 +174,6 @@ class Kept:
         self._version = tensor._version
 
     def restore(self) -> Tensor:
-        """Return the tensor; raises if it was changed."""
         if self._tensor._version != self._version:
             _refuse()
         return self._tensor

@@ -4,21 +4,28 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors, find_blocks
+from lightning_memsave.core.blocks import (
+    Block,
+    BlockSelector,
+    as_selectors,
+    compiled_in,
+    find_blocks,
+)
 from lightning_memsave.core.memory import is_fake, on_cuda
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
-from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_table import look_up_on_host, table_problems
 from lightning_memsave.techniques.offloading.host_updates import (
     HostUpdates,
@@ -30,8 +37,8 @@ from lightning_memsave.techniques.offloading.model_device import tell_device
 from lightning_memsave.techniques.offloading.module_hooks import move_with
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
-from lightning_memsave.techniques.optimizer_step import all_in_backward
-from lightning_memsave.techniques.residences import residence_of, residence_with
+from lightning_memsave.techniques.optimizer_step import in_backward_of
+from lightning_memsave.techniques.residences import residence_among, residence_of
 from lightning_memsave.units import format_bytes
 
 KINDS = ("optimizer", "parameters", "activations", "embeddings")
@@ -45,8 +52,6 @@ _NUMBERS = (
 
 
 class OffloadingHandle(Handle[nn.Module]):
-    """The handle of ``Offloading.apply``."""
-
     residence: Residence | None = None
     """What moves the parameters; ``None`` if there are none."""
     memory: HostMemory
@@ -186,56 +191,31 @@ class Offloading(Technique[nn.Module]):
             problems.append(Problem(written, f"`precision={facts.precision!r}` {why}", fix))
         if facts.world_size == 1 and not facts.is_strategy(*SHARDED, "DDPStrategy"):
             return problems
-        fix = f"Train in one process without a strategy, or set `{self.argument}=None`."
+        fix = "Train in one process without a strategy, or"
         if facts.is_strategy(*SHARDED):
-            fix = (
-                f"Use the strategy's own offloading, such as `CPUOffloadPolicy` of FSDP2, and set "
-                f"`{self.argument}=None`."
-            )
+            fix = "Use the strategy's own offloading, such as `CPUOffloadPolicy` of FSDP2, and"
+        fix += f" set `{self.argument}=None`."
         why = f"`{facts.strategy}` moves weights and gradients itself"
         return [*problems, Problem(written, why, fix)]
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why ``apply`` would be refused; changes nothing."""
         problems = []
         if residence_of(target) is not None:
             what, why = f"`{type(target).__name__}`", "it is offloaded already"
             problems.append(Problem(what, why, "Call `handle.undo()` of the first one."))
-        own = {id(param) for param in target.parameters()}
-        problems += [
-            Problem(
-                f"`{type(optimizer).__name__}`",
-                "it updates parameters of this model in backward already, on the device",
-                "Apply `Offloading` before `OptimizerInBackward`.",
-            )
-            for optimizer, _ in all_in_backward()
-            if self.has_weights
-            and any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-        ]
-        compiled = [
-            name or type(target).__name__
-            for name, module in target.named_modules()
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        ]
-        if compiled:
-            problems.append(compiled_problem(compiled[0]))
+        why = "it updates parameters of this model in backward already, on the device"
+        fix = "Apply `Offloading` before `OptimizerInBackward`."
+        updated = in_backward_of(target.parameters()) if self.has_weights else ()
+        problems += [Problem(f"`{type(one).__name__}`", why, fix) for one, _ in updated]
+        if compiled := compiled_in(target.named_modules()):
+            problems.append(compiled_problem(compiled))
         needed, limit = self.host_bytes(target)
         if needed > limit:
-            problems.append(
-                Problem(
-                    f"{format_bytes(needed)} of host memory",
-                    f"`host_budget` is {format_bytes(int(limit))}"
-                    + (", half of what is free" if self.host_budget is None else ""),
-                    f"Free host memory, or pass `host_budget={needed}` if there is enough.",
-                )
-            )
+            why = f"`host_budget` is {format_bytes(int(limit))}"
+            why += ", half of what is free" if self.host_budget is None else ""
+            fix = f"Free host memory, or pass `host_budget={needed}` if there is enough."
+            problems.append(Problem(f"{format_bytes(needed)} of host memory", why, fix))
         return problems
 
     def host_bytes(self, target: nn.Module) -> tuple[int, float]:
@@ -259,23 +239,13 @@ class Offloading(Technique[nn.Module]):
         return self._bytes_of(params) + 2 * self.bytes_per_gradient * largest, limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
-        """Apply the technique.
-
-        Args:
-            target: The model.
-
-        Returns:
-            The handle, with ``undo`` and ``wait``.
-        """
-        handle = super().apply(target)
-        assert isinstance(handle, OffloadingHandle), "`_apply` makes it"
-        return handle
+        """Apply the technique."""
+        return cast(OffloadingHandle, super().apply(target))
 
     def _apply(self, target: nn.Module) -> OffloadingHandle:
         memory, blocks = HostMemory(), find_blocks(target, self.blocks)
-        worker = HostWorker(
-            in_background=not any(map(is_fake, target.parameters())), num_threads=self.num_threads
-        )
+        is_here = not any(map(is_fake, target.parameters()))
+        worker = HostWorker(in_background=is_here, num_threads=self.num_threads)
         residence: Residence | None = None
         changes: list[str] = []
         skipped: list[str] = []
@@ -292,20 +262,15 @@ class Offloading(Technique[nn.Module]):
         is_streamed = "parameters" in self._kinds
         if params or tables:
             number = self.num_blocks_on_device if is_streamed else None
+            own_blocks = blocks if params else []
             residence = Residence(
-                target,
-                blocks if params else (),
-                params,
-                worker,
-                memory,
-                tables=tables,
-                num_on_device=number,
+                target, own_blocks, params, worker, memory, tables=tables, num_on_device=number
             )
             undo += [
                 let_scales_land(),
                 *tell_device(target),
                 residence.release,
-                *residence.start(),
+                *residence.start(own_blocks),
                 *move_with(target, residence),
                 *look_up_on_host(target, residence),
             ]
@@ -383,7 +348,7 @@ class Offloading(Technique[nn.Module]):
         """
         problems = wrapper_problems(optimizer)
         what = f"`{type(optimizer).__name__}`"
-        residence = _residence_of(optimizer)
+        residence = residence_among(parameters_of(optimizer))
         if residence is None:
             why, fix = "it trains no offloaded parameter", "Apply `Offloading` to its model first."
             problems.append(Problem(what, why, fix))
@@ -407,26 +372,18 @@ class Offloading(Technique[nn.Module]):
 
 
 def trains_offloaded(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer trains what is on the host."""
-    return _residence_of(optimizer) is not None
-
-
-def _residence_of(optimizer: Optimizer) -> Residence | None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = (residence_with(param) for param in params)
-    return next((each for each in found if each is not None), None)
+    return residence_among(parameters_of(optimizer)) is not None
 
 
 # LBFGS joins all gradients in one tensor, which can be on one device only.
 def _couples(optimizer: Optimizer, residence: Residence) -> bool:
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    params = [p for p in parameters_of(optimizer) if p.requires_grad]
     is_mixed = any(residence.part_of(param) is None for param in params)
     is_on_gpu = any(map(on_cuda, params)) or residence.device.type == "cuda"
     return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu
 
 
 def compiled_problem(name: str) -> Problem:
-    """Return the problem that a module is compiled."""
     return Problem(
         f"`{name}`",
         "it is compiled, and its graph holds on to the memory of its parameters",

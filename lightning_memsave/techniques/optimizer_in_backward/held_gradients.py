@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _has_foreach_support
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
-
-_FIRST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 2**20, 2**26
+from lightning_memsave.core.memory import host_copies, is_fake, on_cuda
+from lightning_memsave.techniques.host_memory import HostMemory
 
 
 class HeldGradients:
@@ -32,10 +31,11 @@ class HeldGradients:
         """Called with the bytes of complete gradients, for a prediction of when they come."""
         self._num_bytes = 0  # of those that have come
         self._coefficient: Tensor | None = None
+        # Weakly by parameter, as the hooks that lead here.
         self._gradients: Any = WeakTensorKeyDictionary()
         self._norms: Any = WeakTensorKeyDictionary()
         self._copies: Any = WeakTensorKeyDictionary()
-        self._memory = _HostMemory()
+        self._memory = HostMemory()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._leaving: _Transfer | None = None
 
@@ -43,11 +43,10 @@ class HeldGradients:
         return param in self._gradients
 
     def is_on_host(self, param: nn.Parameter) -> bool:
-        """Return whether the gradient of a parameter waits on the host."""
-        return isinstance(self._gradients.get(param), _HostCopy)
+        held = self._gradients.get(param)
+        return held is not None and held is self._copies.get(param)
 
     def clear(self) -> None:
-        """Discard all gradients."""
         self._let_go()
         self._gradients.clear()
         self._norms.clear()
@@ -58,10 +57,9 @@ class HeldGradients:
         """Let so many bytes of gradients stay on the device, and free the host memory for them."""
         self.kept_bytes = num_bytes
         self._copies.clear()
-        self._memory = _HostMemory()
+        self._memory = HostMemory()
 
     def take(self, params: list[nn.Parameter]) -> None:
-        """Take the gradients of some parameters of one device."""
         grads = [param.grad for param in params if param.grad is not None]
         assert len(grads) == len(params), "hooks run when there is a gradient"
         self._norms.update(zip(params, _norms(grads), strict=True))
@@ -97,7 +95,6 @@ class HeldGradients:
             yield self._place(*ready)
 
     def find_norm(self, params: list[nn.Parameter]) -> None:
-        """Compute the total norm of all gradients, as ``clip_grad_norm_`` does."""
         if not params:
             return
         kinds: dict[Any, list[nn.Parameter]] = {}  # in the order in which torch sums them
@@ -117,21 +114,16 @@ class HeldGradients:
         self._coefficient = one.grad
 
     def _fetch(self, group: list[nn.Parameter]) -> "tuple[list[Tensor | None], _Transfer | None]":
-        held = [self._gradients.pop(param, None) for param in group]
-        if not any(isinstance(value, _HostCopy) for value in held):
-            on_device = [
-                v if v is None else v.to(p.device) for p, v in zip(group, held, strict=True)
-            ]
-            return on_device, None
-        grads = [
-            value.make(param.device) if isinstance(value, _HostCopy) else value
-            for param, value in zip(group, held, strict=True)
-        ]
+        on_host = {param for param in group if self.is_on_host(param)}
+        held = [(param, self._gradients.pop(param, None)) for param in group]
+        if not on_host:
+            return [value if value is None else value.to(p.device) for p, value in held], None
+        pairs = [(v, torch.empty_like(v, device=p.device) if p in on_host else v) for p, v in held]
         with self._transfer(group[0], []) as transfer:
-            for value, grad in zip(held, grads, strict=True):
-                if isinstance(value, _HostCopy):
-                    value.read(grad)
-        return grads, transfer
+            for value, grad in pairs:
+                if grad is not value:
+                    grad.copy_(value, non_blocking=True)
+        return [grad for _, grad in pairs], transfer
 
     def _place(
         self, group: list[nn.Parameter], grads: list[Tensor | None], transfer: "_Transfer | None"
@@ -176,14 +168,23 @@ class HeldGradients:
             self._leaving.wait()
             self._leaving = None
 
-    def _to_host(self, param: nn.Parameter, grad: Tensor) -> "Tensor | _HostCopy":
+    def _to_host(self, param: nn.Parameter, grad: Tensor) -> Tensor:
         if grad.layout != torch.strided:
             return grad.to("cpu", copy=True)
-        copy: _HostCopy | None = self._copies.get(param)
-        if copy is None or not copy.is_for(grad):
-            copy = self._copies[param] = _HostCopy(grad, self._memory)
-        copy.fill(grad)
+        copy: Tensor | None = self._copies.get(param)
+        like = torch.empty_like(grad, device="meta")  # without gaps, in the order of `grad`
+        if copy is None or _form_of(copy) != _form_of(like):
+            if grad.is_cuda:
+                self._memory.lock(grad.device)
+            copy = self._copies[param] = self._memory.tensors_like([grad])[0]
+        if grad.stride() != like.stride():
+            grad = torch.empty_like(like, device=grad.device).copy_(grad)
+        copy.copy_(grad, non_blocking=True)
         return copy
+
+
+def _form_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 @dataclass
@@ -198,62 +199,6 @@ class _Transfer:
         if self.end is not None:
             self.end.wait()
         self.grads.clear()
-
-
-class _HostCopy:
-    """A gradient in pieces of host memory, in the memory order of the device."""
-
-    def __init__(self, grad: Tensor, memory: "_HostMemory") -> None:
-        like = torch.empty_like(grad, device="meta")  # without gaps, in the order of `grad`
-        self._form = (like.shape, like.stride(), like.dtype)
-        self._pieces = list(memory.take(grad.nbytes, is_pinned=grad.is_cuda))
-
-    def is_for(self, grad: Tensor) -> bool:
-        like = torch.empty_like(grad, device="meta")
-        return self._form == (like.shape, like.stride(), like.dtype)
-
-    def fill(self, grad: Tensor) -> None:
-        shape, strides, dtype = self._form
-        if grad.stride() != strides:
-            grad = torch.empty_strided(shape, strides, dtype=dtype, device=grad.device).copy_(grad)
-        for piece, part in self._with_parts_of(grad):
-            piece.copy_(part, non_blocking=True)
-
-    def make(self, device: torch.device) -> Tensor:
-        shape, strides, dtype = self._form
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-    def read(self, grad: Tensor) -> None:
-        for piece, part in self._with_parts_of(grad):
-            part.copy_(piece, non_blocking=True)
-
-    def _with_parts_of(self, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        as_bytes = grad.as_strided((grad.numel(),), (1,)).view(torch.uint8)
-        sizes = [len(piece) for piece in self._pieces]
-        return zip(self._pieces, as_bytes.split(sizes), strict=True)
-
-
-# torch rounds each request for page-locked memory up to a power of two: a buffer per parameter
-# would need up to twice its size.
-class _HostMemory:
-    """Host memory, page-locked for a GPU, in chunks whose sizes are powers of two."""
-
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._chunk_bytes = _FIRST_CHUNK_BYTES
-
-    def take(self, num_bytes: int, *, is_pinned: bool) -> Iterator[Tensor]:
-        """Yield pieces of shape (bytes,) with ``num_bytes`` in total."""
-        while num_bytes:
-            if not len(self._free):
-                self._free = torch.empty(
-                    self._chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
-                )
-                mark_as_host(self._free)
-                self._chunk_bytes = min(2 * self._chunk_bytes, _MAX_CHUNK_BYTES)
-            piece, self._free = self._free[:num_bytes], self._free[num_bytes:]
-            num_bytes -= len(piece)
-            yield piece
 
 
 def dense_bytes(grad: Tensor) -> int:

@@ -75,11 +75,10 @@ class UpdatesInBackward(GradientUpdates):
         self._open: _Open | None = None
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks; returns functions that remove them."""
         residence = self._residence()
         assert residence is not None, "the caller holds the model"
-        residence.takers.add(self)
-        return [lambda: residence.takers.discard(self), *super().start()]
+        residence.takers.append(self)
+        return [lambda: residence.takers.remove(self), *super().start()]
 
     def forget(self) -> None:
         """Reset the state of the current step; updates that run are not stopped."""
@@ -88,13 +87,11 @@ class UpdatesInBackward(GradientUpdates):
 
     @property
     def bytes_at_a_time(self) -> int:
-        """Bytes of host memory for gradients."""
         of_slabs = _NUM_SLABS * self._slab_bytes()  # 0 with tables alone
         return of_slabs or super().bytes_at_a_time
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, part: Part) -> bool:
-        """Take a complete gradient."""
         optimizer, residence, grad = self._optimizer(), self._residence(), param.grad
         is_own = optimizer is not None and owns(optimizer, param)
         if not is_own or self.is_accumulating or part.sums_gradients_of(param):
@@ -102,8 +99,11 @@ class UpdatesInBackward(GradientUpdates):
         assert optimizer is not None, "it owns the parameter"
         assert residence is not None, "its hook runs"
         assert grad is not None, "hooks run when there is a gradient"
-        if optimizer not in residence.updated_by_parts:
-            raise IncompatibleError("optimizer_in_backward", [_not_in_background(optimizer)])
+        if residence.updates_of(optimizer) is None:
+            why = "its weights are on the host, and nothing updates them there beside backward"
+            fix = "Call `Offloading.update_in_background(optimizer)` before the first step."
+            problem = Problem(f"`{type(optimizer).__name__}`", why, fix)
+            raise IncompatibleError("optimizer_in_backward", [problem])
         with self._lock:
             self._mark_as_taken(optimizer, param)
             if part in residence.tables:
@@ -149,8 +149,9 @@ class UpdatesInBackward(GradientUpdates):
         with self._lock:
             opened, self._open = self._open, None
             optimizer, residence = self._optimizer(), self._residence()
-            updates = None if residence is None else residence.updated_by_parts.get(optimizer)
-            if opened is not None and updates is not None:
+            if opened is None or optimizer is None or residence is None:
+                return
+            if (updates := residence.updates_of(optimizer)) is not None:
                 self.has_updated = True
                 clip = self._clip if self._clips else None
                 opened.slab.update = updates.submit(opened.part, opened.gradients, clip)
@@ -185,11 +186,3 @@ class UpdatesInBackward(GradientUpdates):
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _not_in_background(optimizer: Optimizer) -> Problem:
-    return Problem(
-        f"`{type(optimizer).__name__}`",
-        "its weights are on the host, and nothing updates them there beside backward",
-        "Call `Offloading.update_in_background(optimizer)` before the first step.",
-    )

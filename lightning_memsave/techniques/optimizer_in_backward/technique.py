@@ -1,16 +1,18 @@
 """Update each parameter in backward, as soon as its gradient is complete."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
@@ -20,10 +22,10 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import GradientU
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     ACTIVE_UPDATES,
-    all_in_backward,
+    in_backward_of,
     updates_each_alone,
 )
-from lightning_memsave.techniques.residences import residence_with
+from lightning_memsave.techniques.residences import residence_among
 from lightning_memsave.units import format_bytes
 
 _OF_MODULE = {
@@ -37,25 +39,17 @@ _OF_MODULE = {
 class InBackwardHandle(Handle[Optimizer]):
     """The handle of ``OptimizerInBackward.apply``: chooses which backward passes update."""
 
-    def __init__(
-        self,
-        target: Optimizer,
-        updates: GradientUpdates,
-        changes: Iterable[str],
-        skipped: Iterable[str] = (),
-        undo: Iterable[Callable[[], None]] = (),
-    ) -> None:
-        super().__init__(target, changes, skipped, undo)
-        self._updates = updates
+    updates: GradientUpdates
+    """What updates the parameters."""
 
     @property
     def is_accumulating(self) -> bool:
         """Whether gradients are accumulated in ``param.grad``, without updates; can be set."""
-        return self._updates.is_accumulating
+        return self.updates.is_accumulating
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        self._updates.is_accumulating = value
+        self.updates.is_accumulating = value
 
     def __exit__(
         self,
@@ -64,17 +58,14 @@ class InBackwardHandle(Handle[Optimizer]):
         traceback: TracebackType | None,
     ) -> None:
         if exc is not None:  # do not move gradients from the host to a device that may be full
-            self._updates.forget()
+            self.updates.forget()
         super().__exit__(exc_type, exc, traceback)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Accumulate gradients: for every backward pass of a step except the last."""
-        before, self.is_accumulating = self.is_accumulating, True
-        try:
+        with with_attribute([self], "is_accumulating", True):
             yield
-        finally:
-            self.is_accumulating = before
 
 
 @dataclass(frozen=True)
@@ -215,63 +206,38 @@ class OptimizerInBackward(Technique[Optimizer]):
             )
 
     def check(self, target: Optimizer) -> list[Problem]:
-        """Find every reason why parameters cannot be updated one by one; changes nothing.
-
-        Args:
-            target: The optimizer.
-
-        Returns:
-            All problems, empty if there are none.
-        """
+        """Find every reason why parameters cannot be updated one by one; changes nothing."""
         if wrapped := wrapper_problems(target):
             return wrapped
-        problems = [*_problems_of_others(target), *_problems_of_processes()]
-        if self.clip_norm is not None and _residence_of(target) is not None:
+        problems, name = _problems_of_others(target), type(target).__name__
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            why = "parameters would be updated before their gradients are averaged"
+            fix = "Train on one device, or set `optimizer_in_backward=None`."
+            problems.append(Problem(f"{dist.get_world_size()} processes", why, fix))
+        if self.clip_norm is not None and residence_among(_trained(target)) is not None:
             problems.append(norm_problem(f"`clip_norm={self.clip_norm}`"))
         if not (self.trust_optimizer or updates_each_alone(target)):
-            problems.append(
-                Problem(
-                    f"`{type(target).__name__}`",
-                    "it is not known to update each parameter on its own",
-                    "Use an optimizer of torch such as AdamW, set `optimizer_in_backward=None`, "
-                    "or, if it does so, pass `OptimizerInBackward(trust_optimizer=True)`.",
-                )
-            )
+            why = "it is not known to update each parameter on its own"
+            fix = "Use an optimizer of torch such as AdamW, set `optimizer_in_backward=None`, "
+            fix += "or, if it does so, pass `OptimizerInBackward(trust_optimizer=True)`."
+            problems.append(Problem(f"`{name}`", why, fix))
         if _has_overrides(target):
-            problems.append(
-                Problem(
-                    f"`{type(target).__name__}` with bitsandbytes' overrides",
-                    "they refer to positions in the groups, which change when parameters are "
-                    "updated one by one",
-                    "Use `optimizer=LowBitOptimizer(keep_32bit=...)`, or set "
-                    "`optimizer_in_backward=None`.",
-                )
-            )
+            why = "they refer to positions in the groups, which change when parameters are updated "
+            fix = "Use `optimizer=LowBitOptimizer(keep_32bit=...)`, or set "
+            fix += "`optimizer_in_backward=None`."
+            what = f"`{name}` with bitsandbytes' overrides"
+            problems.append(Problem(what, f"{why}one by one", fix))
         if any(group.get("differentiable") for group in target.param_groups):
-            problems.append(
-                Problem(
-                    f"`{type(target).__name__}(differentiable=True)`",
-                    "the graph of a step would keep all gradients alive",
-                    "Set `differentiable=False`.",
-                )
-            )
+            what, why = f"`{name}(differentiable=True)`", "the graph of a step would keep all"
+            problems.append(Problem(what, f"{why} gradients alive", "Set `differentiable=False`."))
         return problems
 
     def apply(self, target: Optimizer) -> InBackwardHandle:
-        """Apply the technique.
-
-        Args:
-            target: The optimizer.
-
-        Returns:
-            The handle, with ``undo`` and ``accumulating``.
-        """
-        handle = super().apply(target)
-        assert isinstance(handle, InBackwardHandle), "`_apply` makes it"
-        return handle
+        """Apply the technique."""
+        return cast(InBackwardHandle, super().apply(target))
 
     def _apply(self, target: Optimizer) -> InBackwardHandle:
-        residence, group_bytes = _residence_of(target), self.group_bytes
+        residence, group_bytes = residence_among(_trained(target)), self.group_bytes
         if residence is not None:
             clips = (self.clip_value, self.clip_param_norm) != (None, None)
             updates: GradientUpdates = UpdatesInBackward(
@@ -282,10 +248,13 @@ class OptimizerInBackward(Technique[Optimizer]):
             if self.clip_norm is not None:
                 held = HeldGradients(self.clip_norm, self.kept_bytes)
             updates = GradientUpdates(target, self._clip, held, group_bytes=group_bytes)
-        if not _trained(target):
-            return InBackwardHandle(target, updates, (), ("no parameter is trained",))
-        undo = updates.start()
-        return InBackwardHandle(target, updates, (describe_updates(target),), undo=undo)
+        if _trained(target):
+            undo = updates.start()
+            handle = InBackwardHandle(target, (describe_updates(target),), undo=undo)
+        else:
+            handle = InBackwardHandle(target, (), ("no parameter is trained",))
+        handle.updates = updates
+        return handle
 
     def _clip(self, params: list[nn.Parameter]) -> None:
         if self.clip_value is not None:
@@ -296,10 +265,9 @@ class OptimizerInBackward(Technique[Optimizer]):
 
 
 def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
-    """Describe the updates of an optimizer in backward and its gradient memory, in one line."""
     params, updates = _trained(optimizer), ACTIVE_UPDATES[optimizer]
     total = format_bytes(sum(p.nbytes for p in params))
-    is_on_host = _residence_of(optimizer) is not None
+    is_on_host = residence_among(_trained(optimizer)) is not None
     place = " on the host" if is_on_host else ""
     if adding_up:
         when = "after" if is_on_host else "in"
@@ -315,7 +283,6 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
 
 
 def norm_problem(what: str) -> Problem:
-    """Return the problem that a total norm is clipped beside updates on the host."""
     return Problem(
         what,
         "the norm of all gradients is known only after backward, when the host has updated most "
@@ -324,13 +291,8 @@ def norm_problem(what: str) -> Problem:
     )
 
 
-def _residence_of(optimizer: Optimizer) -> Any:
-    found = (residence_with(param) for param in _trained(optimizer))
-    return next((each for each in found if each is not None), None)
-
-
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 # bitsandbytes looks them up by position in the groups; our own optimizers ignore them.
@@ -341,31 +303,16 @@ def _has_overrides(optimizer: Optimizer) -> bool:
     return bool(manager.index2config or manager.module_weight_config_triple)
 
 
-def _problems_of_processes() -> list[Problem]:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return []
-    why = "parameters would be updated before their gradients are averaged"
-    fix = "Train on one device, or set `optimizer_in_backward=None`."
-    return [Problem(f"{dist.get_world_size()} processes", why, fix)]
-
-
 def _problems_of_others(target: Optimizer) -> list[Problem]:
     name = type(target).__name__
     if target in ACTIVE_UPDATES:
-        return [
-            Problem(
-                f"`{name}`",
-                "its parameters are updated in backward already",
-                "Apply it once, or call `handle.undo()` first.",
-            )
-        ]
-    own = {id(p) for group in target.param_groups for p in group["params"]}
+        fix = "Apply it once, or call `handle.undo()` first."
+        return [Problem(f"`{name}`", "its parameters are updated in backward already", fix)]
     return [
         Problem(
             f"`{name}`",
             f"it shares parameters with a `{type(other).__name__}` that updates them in backward",
             "Give each parameter to one optimizer.",
         )
-        for other, _ in all_in_backward()
-        if any(id(p) in own for group in other.param_groups for p in group["params"])
+        for other, _ in in_backward_of(parameters_of(target))
     ]

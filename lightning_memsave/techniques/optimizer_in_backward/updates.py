@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
     HeldGradients,
@@ -29,7 +30,6 @@ _SMALL_BYTES = 2**16
 
 
 def open_to_keep(optimizers: Iterable[Optimizer]) -> list[HeldGradients]:
-    """Find the gradients that are held for these optimizers and may stay on the device."""
     found = [ACTIVE_UPDATES.get(optimizer) for optimizer in optimizers]
     held = [updates.held for updates in found if updates is not None]
     return [each for each in held if each is not None and each.kept_bytes is None]
@@ -89,7 +89,6 @@ class GradientUpdates:
         self._lock = threading.RLock()
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds a reference"
         ACTIVE_UPDATES[optimizer] = self
@@ -100,7 +99,7 @@ class GradientUpdates:
     def bytes_at_a_time(self) -> int:
         """Bytes of the gradients that exist at a time, at least."""
         optimizer = self._optimizer()
-        params = [] if optimizer is None else _parameters(optimizer)
+        params = [] if optimizer is None else parameters_of(optimizer)
         return max((p.nbytes for p in params if p.requires_grad), default=0)
 
     def forget(self) -> None:
@@ -119,14 +118,14 @@ class GradientUpdates:
         if optimizer is not None:
             ACTIVE_UPDATES.pop(optimizer, None)
             if self.held is not None:
-                held = [[p] for p in _parameters(optimizer) if p in self.held]
+                held = [[p] for p in parameters_of(optimizer) if p in self.held]
                 for _ in self.held.give_back(held):
                     pass
         self.forget()
 
     # Parameters that were added or unfrozen are found after their first step.
     def _watch_parameters(self, optimizer: Optimizer) -> None:
-        trained = [p for p in _parameters(optimizer) if p.requires_grad and p.is_leaf]
+        trained = [p for p in parameters_of(optimizer) if p.requires_grad and p.is_leaf]
         for param in trained:
             if param not in self._hooks:
                 register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
@@ -220,7 +219,7 @@ class GradientUpdates:
             self._update(optimizer, group)
 
     def _updated_here(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return _parameters(optimizer)
+        return parameters_of(optimizer)
 
     # What is on the device comes first, which makes room for what comes back to it.
     def _in_groups(self, params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -252,13 +251,8 @@ def _updates_together(optimizer: Optimizer) -> bool:
 
 
 def gradient_bytes(param: nn.Parameter) -> int:
-    """Return the bytes of a parameter's gradient, which may have another type from torch 2.9 on."""
-    dtype = getattr(param, "grad_dtype", None) or param.dtype
-    return param.numel() * dtype.itemsize
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    """Return the bytes of a parameter's gradient, which may have another type."""
+    return param.numel() * (param.grad_dtype or param.dtype).itemsize
 
 
 def _named(optimizer: Optimizer, param: nn.Parameter) -> str:

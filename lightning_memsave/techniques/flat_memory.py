@@ -22,7 +22,6 @@ def note_piece(tensor: Tensor, piece: Tensor, offset: int) -> None:
 
 
 def is_in_piece(tensor: Tensor) -> bool:
-    """Return whether a tensor is in a piece of memory."""
     return tensor.layout == torch.strided and hasattr(tensor.untyped_storage(), _PIECE)
 
 
@@ -48,7 +47,6 @@ def _place_of(tensor: Tensor) -> _Place:
 
 
 def in_order(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of tensors in the order in which they lie in memory."""
     places = [_place_of(tensor) for tensor in tensors]
     return sorted(range(len(places)), key=lambda index: (places[index].key, places[index].start))
 
@@ -56,7 +54,6 @@ def in_order(tensors: Sequence[Tensor]) -> list[int]:
 def empty_like_all(
     forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Allocate tensors in one piece, with the distances of forms that are in one, too."""
     pairs = list(zip(forms, dtypes, strict=True))
     are_same = all(form.dtype == dtype for form, dtype in pairs)
     starts, end, before = [], 0, None
@@ -112,11 +109,9 @@ def _all_bytes(run: Sequence[tuple[Tensor, _Place]]) -> Tensor:
 
 
 def num_owners(tensors: Sequence[Tensor]) -> int:
-    """Count who holds the memory of tensors."""
     count = torch._C._storage_Use_Count
     return sum(count(tensor.untyped_storage()._cdata) for tensor in tensors)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are views of the same memory."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

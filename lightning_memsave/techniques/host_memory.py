@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host
 from lightning_memsave.errors import MemsaveWarning
-from lightning_memsave.techniques.offloading.flat_memory import aligned, note_piece
+from lightning_memsave.techniques.flat_memory import aligned, note_piece
 from lightning_memsave.units import format_bytes
 
 _HUGE_PAGES_FROM_BYTES = 2**22  # as numpy
@@ -23,7 +23,8 @@ _HUGE_PAGES_FROM_BYTES = 2**22  # as numpy
 _PRIVATE: dict[str, Any] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 )
-_LOCKED: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # by address
+# By address, weakly: its end unlocks memory, and a forked process has to find what is locked.
+_LOCKED: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 class HostMemory:
@@ -53,7 +54,7 @@ class HostMemory:
                 torch.empty_like(tensor, dtype=dtype, device="meta")
                 for tensor, dtype in zip(tensors, dtypes, strict=True)
             ]
-            return _fake(forms) if _are_fake(tensors) else self._carve(forms)
+            return _fake(forms) if any(map(is_fake, tensors)) else self._carve(forms)
 
     def lock(self, device: torch.device | None = None) -> None:
         """Lock the pages of all memory, also of what is allocated later, for a GPU.
@@ -124,10 +125,6 @@ def _view(memory: Any, form: Tensor, offset: int, piece: Tensor) -> Tensor:
     return flat.as_strided(form.shape, form.stride())
 
 
-def _are_fake(tensors: Sequence[Tensor]) -> bool:
-    return any(map(is_fake, tensors))
-
-
 def _empty(form: Tensor) -> Tensor:
     made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="cpu")
     mark_as_host(made)
@@ -191,10 +188,6 @@ def _forget_error() -> None:  # pragma: no cover (gpu)
 
 # A forked process may map other memory where it does not have this, and would unmap that if the
 # objects that stand for this were freed there.
-def _keep_all() -> None:
-    _KEPT.extend(_LOCKED.values())
-
-
 _KEPT: list[Any] = []
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_all)
+    os.register_at_fork(after_in_child=lambda: _KEPT.extend(_LOCKED.values()))
