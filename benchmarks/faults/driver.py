@@ -28,7 +28,7 @@ class FakeDriver:
         replies = {
             "nvmlInit": None,
             "nvmlShutdown": None,
-            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetHandleByUUID": "handle",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=10 * GIB, total=80 * GIB),
             "nvmlDeviceGetComputeRunningProcesses": [process],
         }
@@ -37,6 +37,7 @@ class FakeDriver:
         replace(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         replace(torch.cuda, "synchronize", lambda device: None)
         replace(torch.cuda, "get_device_name", lambda device: "Some GPU")
+        replace(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
         reading = AllocatorReading(4, 6, 5, 7, 0, 0, None)
         replace(memory_probes, "read_allocator", lambda device: reading)
         replace(memory_monitor, "LiveTensorsProbe", lambda *_: CudaProbe(torch.device("cuda", 0)))

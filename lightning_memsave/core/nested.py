@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -180,6 +181,15 @@ def path_text(path: Path) -> str:
     if len(path) == 1 and isinstance(path[0], str):
         return f"`{path[0]}`"
     return f"`batch{_indices(path)}`" if path else "the batch"
+
+
+def sum_in_order(losses: Sequence[Tensor]) -> Tensor:
+    """Sum losses as a loop does, half precision in float32.
+
+    A sum of all at once rounds otherwise on a GPU.
+    """
+    wide = [loss if loss.dtype == torch.float64 else loss.float() for loss in losses]
+    return functools.reduce(torch.add, wide).to(losses[0].dtype)
 
 
 def merge_outputs(

@@ -1,15 +1,13 @@
 """Run the micro-batches of a training batch, with the result of the whole batch."""
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.nested import map_tensors, merge_outputs
+from lightning_memsave.core.nested import map_tensors, merge_outputs, sum_in_order
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.trainer.hooks import FreedGradients, GradientVersions
@@ -121,8 +119,7 @@ class BatchParts:
                 extra[name] = merge_outputs(values, sizes, weights)
             except (KeyError, ValueError):
                 extra[name] = last
-        # In the order of a loop: a sum of all at once rounds otherwise on a GPU.
-        return type(results[-1])(functools.reduce(torch.add, losses), extra=extra)
+        return type(results[-1])(sum_in_order(losses), extra=extra)
 
 
 def _detached(result: Any) -> Any:

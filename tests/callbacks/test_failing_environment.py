@@ -256,7 +256,6 @@ ERRORS = (
 
 @pytest.fixture
 def driver(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return FakeDriver(monkeypatch.setattr)
 
 

@@ -434,7 +434,7 @@ class TestWhatIsKept:
         found = self.check(package, keeping_lit(package, keep), owner, stage=stage)
         assert found["diagnosis"]["kept"]["count"] >= 2
         advice = " ".join(found["diagnosis"]["advice"])
-        assert 'MemSaveCallback(micro_batch_size="auto")' in advice
+        assert 'MemSaveCallback(micro_batch_size="halve")' in advice
         for word in ("recompute", "8 bits", "8bit", "accumulate", "activation_checkpointing"):
             assert word not in advice
         assert len([one for one in found["alive"]["largest"] if one["name"] == owner]) == 1

@@ -150,7 +150,7 @@ class TestAdvice:
         lit = make_lit(package, **{names.get(hook, hook): fail})
         callback = MemSaveCallback(micro_batch_size=None)
         error = raised_in(package, lit, callback, stage=stage)
-        self.check(error, 'MemSaveCallback(micro_batch_size="auto")')
+        self.check(error, 'MemSaveCallback(micro_batch_size="halve")')
 
     def test_follows_an_error_of_the_user_that_memory_caused(self, package):
         class LayerError(Exception):

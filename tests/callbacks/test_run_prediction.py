@@ -141,9 +141,8 @@ class TestPredictedEqualsMeasured:
         peaks, hosts, weights = [], [], []
 
         def on_train_batch_end(self, *args: Any) -> None:
-            held = ACTIVE_UPDATES[self.optimizers().optimizer].held
-            pieces = [p.untyped_storage() for copy in held._copies.values() for p in copy._pieces]
-            self.host_bytes = sum({s._cdata: s.nbytes() for s in pieces}.values())
+            copies = ACTIVE_UPDATES[self.optimizers().optimizer].held._copies.values()
+            self.host_bytes = sum(copy.untyped_storage().nbytes() for copy in copies)
 
         for kept_bytes in (0, None):
             technique = OptimizerInBackward(kept_bytes=kept_bytes)

@@ -1,6 +1,5 @@
 """Split batches into micro-batches that fit, with the gradient of the whole batch."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from lightning_memsave.core.blocks import BlockSelector, as_selectors
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.names import did_you_mean
+from lightning_memsave.core.nested import sum_in_order
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import (
@@ -235,8 +235,7 @@ class MicroBatching(Technique[Step]):
         def step(batch: Any) -> Tensor:
             losses.clear()
             runner.run(batch, pass_part, save_state=save_state, forget=forget)
-            # In the order of a loop: a sum of all at once rounds otherwise on a GPU.
-            return functools.reduce(torch.add, losses)
+            return sum_in_order(losses)
 
         size = self.micro_batch_size
         change = (
