@@ -20,7 +20,7 @@ _NAMES = {
     *("_let_go", "let_go", "_let_all_go", "_end_leaving", "bring_up_to_date", "begin_update"),
     *("_forget_error",),
 }
-_NO_WAITS = {"_nothing_to_wait_for", "set_result", "_count_landing"}
+_NO_WAITS = {"nothing_to_wait_for", "set_result", "_count_landing"}
 _COPIES = {"to_device", "send_to_host"}
 _NOTHING = "(lambda *_, **__: None)"
 _DONE = "(lambda *_, **__: __import__('torch').cuda.Event(blocking=True))"  # it is of nothing
