@@ -8,6 +8,7 @@ original's weights; a function of another name cannot be unpickled.
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -78,7 +79,8 @@ class _Own:
     """What belongs to one object: its copies, shallow ones too, and its pickles do not have it."""
 
     def __init__(self, owner: object, value: Any) -> None:
-        self.owner_id, self.value = id(owner), value
+        # Not its `id`, which a later copy may have when it is gone.
+        self.owner, self.value = weakref.ref(owner), value
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
         return set, ()  # so that pickles need nothing of this package
@@ -92,7 +94,7 @@ def set_own(owner: object, name: str, value: Any) -> Callable[[], None]:
 
 def own(owner: object, name: str) -> Any:
     found = vars(owner).get(name)
-    return found.value if isinstance(found, _Own) and found.owner_id == id(owner) else None
+    return found.value if isinstance(found, _Own) and found.owner() is owner else None
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
