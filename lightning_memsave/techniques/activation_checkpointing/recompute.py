@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_memsave.core.nested import attributes_of, items_of
+from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import ExactnessWarning, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.activation_checkpointing.selective import (
     Contexts,
@@ -32,9 +32,14 @@ from lightning_memsave.techniques.activation_checkpointing.selective import (
 )
 from lightning_memsave.techniques.deferred import computed
 
-# By module: names of all its buffers, and of those that its forward changes. Not stored in the
-# module, so that copies and pickles of it are unaffected.
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], frozenset[str]]] = WeakKeyDictionary()
+# Of a module: names of all its buffers, and of those that its forward changes.
+_BUFFERS = "_memsave_buffers"
+
+
+def forget_buffers(module: nn.Module) -> None:
+    """Forget what is known of the buffers of a block, or of the layers of a chain."""
+    for owner in (module, *module.children()):
+        vars(owner).pop(_BUFFERS, None)
 
 
 class ChangedBuffers:
@@ -53,8 +58,7 @@ class ChangedBuffers:
         self._before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
         self._only_written: list[tuple[nn.Module, str]] = []
         for module in modules:
-            known = _KNOWN.get(module)
-            names, changing = known or (_buffer_names(module), frozenset(_buffer_names(module)))
+            names, changing = own(module, _BUFFERS) or (_buffer_names(module),) * 2
             for name in names:
                 buffer = _buffer(module, name)
                 if buffer is not None and _is_only_written(module, name):
@@ -76,7 +80,7 @@ class ChangedBuffers:
             is_changed = now is not buffer or buffer._version != version
             # Kernels of normalisation layers change statistics without bumping the version counter.
             if saved is not None and (
-                is_changed or module in _KNOWN or name in _statistics(module)
+                is_changed or own(module, _BUFFERS) or name in _statistics(module)
             ):
                 changed.append((module, name, buffer, version, saved))
             elif is_changed and now is not None:
@@ -84,10 +88,11 @@ class ChangedBuffers:
                 changed.append((module, name, buffer, version, now.clone()))
         self._before = [*changed]
         for module in self._modules:
-            names, before = _KNOWN.get(module, (_buffer_names(module), frozenset()))
+            known = own(module, _BUFFERS)
+            names, before = known or (_buffer_names(module), frozenset())
             found = frozenset(name for owner, name, *_ in changed if owner is module)
-            if module.training and (module not in _KNOWN or not found <= before):
-                _KNOWN[module] = (names, before | found | _statistics(module))
+            if module.training and (known is None or not found <= before):
+                set_own(module, _BUFFERS, (names, before | found | _statistics(module)))
 
     def contexts(self, inner: Callable[[], Contexts]) -> Contexts:
         """Return contexts for forward and recomputation, around those of ``inner``."""

@@ -28,7 +28,10 @@ from lightning_memsave.core.patching import is_patched_with, patch_method, previ
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
-from lightning_memsave.techniques.activation_checkpointing.recompute import recompute
+from lightning_memsave.techniques.activation_checkpointing.recompute import (
+    forget_buffers,
+    recompute,
+)
 
 T = TypeVar("T")
 
@@ -193,6 +196,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         if self.which == "sqrt":
             chains = self._chains(target)
             undo = [patch_method(chain.module, _Segments.forward) for chain in chains]
+            undo += [functools.partial(forget_buffers, chain.module) for chain in chains]
             undo += _switch_caches_off(target, chains)
             words = f"{len(chains)} split into segments: {_counted(chains)}"
             return Handle(target, [chain.name for chain in chains], (), undo, summary=words)
@@ -223,6 +227,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
             summary.append(f"{len(selective)} recomputed selectively: {_counted(selective)}")
         undo = [patch_method(b.module, _Full.forward) for b in (*full, *parts)]
         undo += [patch_method(block.module, _Selective.forward) for block in selective]
+        undo += [functools.partial(forget_buffers, block.module) for block in (*free, *parts)]
         undo += _switch_caches_off(target, free)
         names = [block.name for block in (*free, *parts)]
         return Handle(target, names, skipped, undo, summary="; ".join(summary))
