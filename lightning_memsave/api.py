@@ -34,7 +34,7 @@ from lightning_memsave.targets.comparable import Comparable, SavedPrediction, re
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.target import Target, read_batch
 
-PLANNED: Mapping[str, Any] = {"budget": "auto"}
+PLANNED: Mapping[str, Any] = {"budget": "free"}
 """Arguments of `MemSaveCallback` with which everything is open; details of it may be given."""
 
 

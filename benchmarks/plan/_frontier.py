@@ -103,7 +103,7 @@ def plan(case: Case) -> dict[str, Any]:
     """Plan one case in this process."""
     build, batch = MODELS[case.model][0], MODELS[case.model][1]()
     known: dict[str, Any] = {"load": os.getloadavg()[0]}
-    budget: int | str = "auto" if case.budget == "all" else case.budget
+    budget: int | str = "free" if case.budget == "all" else case.budget
     more: dict[str, Any] = {}
     if case.host:
         more = {"settings": {"host_budget": case.host}, "time_limit_s": MAX_HOST_SEARCH_S}

@@ -98,7 +98,7 @@ class MemSaveCallback(CallbackBase):
             with it) or ``"off"`` (only the arguments given beside it). Arguments given beside a
             preset win. ``None`` is ``"classic"``.
         budget: Device memory that training may take: bytes, a text such as ``"12GiB"``, a share of
-            the device's memory, or ``"auto"`` for what is free. The fastest settings that fit are
+            the device's memory, or ``"free"`` for what is free. The fastest settings that fit are
             chosen from the first batch, among those that ``exactness`` allows and that are not
             given; when memory runs out, the next faster ones take their place.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``

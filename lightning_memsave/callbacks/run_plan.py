@@ -73,7 +73,7 @@ def _plan(
     gpu = local_gpu(device) if device.type == "cuda" else None
     budget = arguments["budget"]
     total_bytes = psutil.virtual_memory().total if gpu is None else gpu.total_bytes
-    if budget == "auto":
+    if budget == "free":
         budget = _free_bytes(device)
     budget_bytes = read_budget(budget, total_bytes, gpu.name if gpu else "")
     exactness = Exactness(arguments["exactness"])

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODEL", help="as for `memsave predict`")
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=True, limited="each search, one per GPU,")
-    parser.set_defaults(base={"budget": "auto"})  # details may be given of what is planned
+    parser.set_defaults(base={"budget": "free"})  # details may be given of what is planned
     group = parser.add_argument_group("plan")
     group.add_argument(
         "--budget",
@@ -116,7 +116,7 @@ def _budget(arguments: argparse.Namespace, target: "Target") -> Any:
             )
         return None
     is_share = re.fullmatch(r"-?\d*\.\d+", given.strip())
-    if not is_share and given.strip() != "auto":
+    if not is_share and given.strip() != "free":
         return str(given)
     if not arguments.gpu:
         fix = "a size, such as --budget 8GiB"

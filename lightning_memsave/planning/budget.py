@@ -35,7 +35,7 @@ def check_budget(budget: Any) -> None:
 
 def _check_text(budget: str) -> None:
     text = budget.strip()
-    if text == "auto":
+    if text == "free":
         return
     if text.startswith("-"):
         _refuse(budget, "is negative")
@@ -51,11 +51,11 @@ def _check_text(budget: str) -> None:
 
 def read_budget(budget: Any, total_bytes: int | None, name: str = "") -> int:
     check_budget(budget)
-    if isinstance(budget, float) or budget == "auto":
+    if isinstance(budget, float) or budget == "free":
         if total_bytes is None:
             why = "is a part of a device whose memory is not known"
             _refuse(budget, why, 'also `gpu="T4"`, or a size such as `budget="12GiB"`')
-        num_bytes = total_bytes if budget == "auto" else math.floor(budget * total_bytes)
+        num_bytes = total_bytes if budget == "free" else math.floor(budget * total_bytes)
     else:
         num_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     if total_bytes is not None and num_bytes > total_bytes:
@@ -69,7 +69,7 @@ def read_budget(budget: Any, total_bytes: int | None, name: str = "") -> int:
 
 _ANY = (
     'a size such as `budget="12GiB"`, a share of the device such as `budget=0.9`, or '
-    '`budget="auto"`'
+    '`budget="free"`'
 )
 
 

@@ -24,7 +24,7 @@ def budget_of(what_if: WhatIf, budget: Any) -> int:
             "memory."
         )
     total_bytes, name = (None, "") if gpu is None else (gpu.total_bytes, gpu.known_name)
-    return read_budget("auto" if budget is None else budget, total_bytes, name)
+    return read_budget("free" if budget is None else budget, total_bytes, name)
 
 
 def unchanged_step(what_if: WhatIf) -> MemoryPrediction:

@@ -450,9 +450,17 @@ class PlanSearch:
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
             f"{smallest.made_of or 'estimated from its blocks'}. "
-            f"{self._ways_out(least_bytes, room)}",
+            f"{self._ways_out(least_bytes, room)}{self._untried()}",
             smallest,
         )
+
+    def _untried(self) -> str:
+        failures = self._variants.failures
+        if not failures:
+            return ""
+        what, why = min(failures.items(), key=lambda item: len(item[0]))
+        others = f", and {len(failures) - 1} other combinations" if len(failures) > 1 else ""
+        return f" Not tried, as the model raised an error with it: `{what}` ({why}){others}."
 
 
 # Not of what is trained, or not in a plan.

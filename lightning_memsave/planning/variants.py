@@ -96,6 +96,8 @@ class Variants:
         """Bytes on the device: of a variant that needs more in any case not all is recorded."""
         self.slowest_s = math.inf
         """Seconds of a step: of a variant that takes longer in any case not all is recorded."""
+        self.failures: dict[str, str] = {}
+        """What the model's own code raised, by the settings that were tried."""
         # By form: what predictions of whole steps needed beyond estimates.
         self._excess: dict[str, int] = {}
         self._known: dict[str, Variant | None] = {}
@@ -261,11 +263,16 @@ class Variants:
         return [c for c in self._options() if c.changes.items() <= changes]
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        settings = self.settings(variant.changes_with(kinds))
+        changes = variant.changes_with(kinds)
         try:
-            return self.what_if.predict(settings, limit_s=self.left_s)
-        except ImpossibleVariantError:
+            return self.what_if.predict(self.settings(changes), limit_s=self.left_s)
+        except ImpossibleVariantError as error:
+            self._note(error, changes)
             return None
+
+    def _note(self, error: ImpossibleVariantError, changes: Mapping[str, Any]) -> None:
+        if not error.is_expected:
+            self.failures[", ".join(f"{n}={value!r}" for n, value in changes.items())] = str(error)
 
     def seconds(self, prediction: MemoryPrediction) -> float:
         return sum(step_seconds(prediction.work, self.rates).values())
@@ -416,9 +423,10 @@ class Variants:
         if key not in self._known:
             try:
                 self._known[key] = self._make(changes, exactness, beside)
-            except ImpossibleVariantError:
+            except ImpossibleVariantError as error:
                 self._known[key] = None
                 self.is_cut_short = self.is_cut_short or self._left_to_record_s <= 0
+                self._note(error, changes)
         return self._known[key]
 
     def _make(

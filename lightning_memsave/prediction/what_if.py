@@ -177,6 +177,9 @@ def attention_of(module: nn.Module) -> str | None:
 class ImpossibleVariantError(MemsaveError):
     """The model cannot do the step as it was changed."""
 
+    is_expected = False
+    """Whether a setting refused it or time was over: no code of the model has failed."""
+
 
 @dataclass
 class WhatIf:
@@ -253,6 +256,7 @@ class WhatIf:
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [""])[0]
                 failure = ImpossibleVariantError(f"{type(error).__name__}: {first_line}")
+                failure.is_expected = isinstance(error, MemsaveError | TimeoutError)
                 if isinstance(error, TimeoutError) and limit_s < math.inf:
                     raise failure from error  # there may be more time for it later
                 self._known[key] = failure

@@ -428,7 +428,7 @@ def test_a_preset_beside_a_budget_is_refused():
         MemSaveCallback(budget="1GiB", preset="off")
 
 
-@pytest.mark.parametrize("budget", [0.5, "auto"])
+@pytest.mark.parametrize("budget", [0.5, "free"])
 @pytest.mark.turns(2)
 def test_shares_and_free_memory(budget):
     callback = bitwise(budget)

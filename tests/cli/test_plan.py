@@ -277,7 +277,7 @@ class TestNoPlan:
         (["--device", "cpu", "--gpu", "T4"], "Remove one of the two"),
         (["--device", "cpu", "--budget", "0.9"], "Use a size, such as --budget 8GiB."),
         (["--budget", "0.9"], "or add --gpu, such as --gpu T4"),
-        (["--budget", "auto"], "--budget auto is a part of a GPU, but there is none. Use a size"),
+        (["--budget", "free"], "--budget free is a part of a GPU, but there is none. Use a size"),
         (["--gpu", "T4", "--budget", "12"], "--budget 12 has no unit. Use a size such as --budget"),
         (["--gpu", "T4", "--budget", "so many"], "--budget 'so many' is not a number with a unit"),
         (["--gpu", "T4", "--budget", "50%"], "--budget 50% is not a number with a unit"),
@@ -305,7 +305,7 @@ def test_wrong_arguments_say_what_to_type(arguments, remedy, capsys):
     ("settings", "arguments", "said"),
     [
         ({"budget": "99GiB"}, ["--gpu", "T4"], "`budget='99GiB'` is more than the 14.58 GiB"),
-        ({"budget": "auto"}, [], "Use also --gpu T4, or a size such as `budget"),
+        ({"budget": "free"}, [], "Use also --gpu T4, or a size such as `budget"),
         (
             {"optimizer": "8bit", "exactness": "rounding"},
             ["--gpu", "T4"],

@@ -68,7 +68,7 @@ def test_a_part_is_sent_before_it_enters_and_enters_before_it_leaves():
 
 
 def test_a_proof_is_not_asked_for_where_batches_stay_whole():
-    own = runner.MicroBatchRunner("auto", "auto", None)
+    own = runner.MicroBatchRunner("halve", "proven", None)
     own.keep_whole()
     with pytest.raises(AssertionError, match="Splitting goes from WHOLE to UNPROVEN"):
         own.require_proof()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
@@ -218,6 +219,20 @@ def test_what_the_model_raises_comes_through():
     search = PlanSearch(Variants(what_if, OPEN, Exactness.APPROXIMATE, RATES))
     with pytest.raises(Exception, match="31"):
         search.find(10**9)
+
+
+class WholeBatches(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        if len(input) < 64:
+            raise ValueError(f"I want 64 samples, and got {len(input)}")
+        return super().forward(input)
+
+
+def test_a_refusal_says_what_could_not_be_tried_as_the_model_failed():
+    what_if = make_what_if(WholeBatches(64, 8), torch.ones(64, 64), device="cpu")
+    why = r"`.*micro_batch_size=8` \(ValueError: I want 64 samples, and got 8\)"
+    with pytest.raises(InfeasiblePlanError, match=f"Not tried, as the model raised .*: {why}"):
+        search_for(what_if, Exactness.ROUNDING).find(1)
 
 
 @pytest.mark.parametrize(

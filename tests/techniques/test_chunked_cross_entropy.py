@@ -348,9 +348,9 @@ class TestApplying:
         with pytest.warns(NoEffectWarning, match="its `forward` has been replaced"):
             ChunkedCrossEntropy().apply(model)
 
-    @pytest.mark.parametrize("chunk_size", [0, -1, True, 1.5, "big", None])
+    @pytest.mark.parametrize("chunk_size", [0, -1, True, 1.5, "big", "auto"])
     def test_wrong_size(self, chunk_size):
-        with pytest.raises(ConfigurationError, match=r'Use "auto", or for example 512'):
+        with pytest.raises(ConfigurationError, match=r"Use `None`, or for example 512"):
             ChunkedCrossEntropy(chunk_size=chunk_size)
 
     @pytest.mark.parametrize("heads", [(), 3, "", "re:("])

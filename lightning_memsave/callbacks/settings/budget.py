@@ -124,7 +124,7 @@ class BudgetSetting(Setting):
 
     def advise(self) -> str:
         (made, _), smaller = self._in_force(), self._smaller()
-        budget = '`budget="auto"`, which plans for the memory that is free'
+        budget = '`budget="free"`, which plans for the memory that is free'
         if smaller is not None:
             num_bytes = smaller.device_bytes + made.margin_bytes
             budget = f"a smaller budget, such as {_as_budget(num_bytes)}"

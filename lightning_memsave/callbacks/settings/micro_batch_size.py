@@ -190,7 +190,7 @@ class MicroBatchSetting(Setting):
             runner.size = self.size if self.is_auto else runner.size
             runner.require_proof()
         # The note below the error says what the other settings can still do.
-        budget = '`budget="auto"`, ' if self.arguments["budget"] is not None else ""
+        budget = '`budget="free"`, ' if self.arguments["budget"] is not None else ""
         runner.advice = f"Use {budget}shorter samples or a smaller model."
         runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda n: self.relief is not None and self.relief.relieve(trainer, n)

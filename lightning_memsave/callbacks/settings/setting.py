@@ -113,7 +113,8 @@ class Setting(ABC):
 
     def read(self) -> Any:
         """Make the technique that the arguments describe; ``None`` where it is off."""
-        technique: Any = self.kind and self.kind.from_value(self.arguments[self.name])
+        value = self.arguments.get(self.name)
+        technique: Any = None if value is None or self.kind is None else self.kind.from_value(value)
         if getattr(technique, "blocks", "none") is None:
             return dataclasses.replace(technique, blocks=self.arguments["blocks"])
         return technique

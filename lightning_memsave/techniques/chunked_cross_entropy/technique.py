@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             over module names, compiled expressions, or functions of name and module. ``None``
             finds them: the result of Hugging Face's ``get_output_embeddings``, and in other models
             layers outside of the blocks with at least 1,024 outputs and more outputs than inputs.
-        chunk_size: Rows (tokens) of logits per chunk. ``"auto"`` makes a chunk about as large as
+        chunk_size: Rows (tokens) of logits per chunk. ``None`` makes a chunk about as large as
             the inputs of the head or a quarter of its weight in 32 bits. Smaller chunks are slower.
 
     Raises:
@@ -76,14 +76,14 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
 
     heads: BlockSelector | Sequence[BlockSelector] | None = None
     _: KW_ONLY
-    chunk_size: int | Literal["auto"] = "auto"
+    chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         size = self.chunk_size
-        if size != "auto" and (type(size) is not int or size < 1):
+        if size is not None and (type(size) is not int or size < 1):
             raise ConfigurationError(
                 f"`chunk_size={size!r}` is not a number of tokens: it must be at least 1. "
-                'Use "auto", or for example 512.'
+                "Use `None`, or for example 512."
             )
         if self.heads is not None:
             object.__setattr__(self, "heads", _as_heads(self.heads))
@@ -121,9 +121,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         undo = []
         for block in heads:
             undo.append(patch_method(block.module, forward))
-            chunk_size = None if self.chunk_size == "auto" else self.chunk_size
-            settings = HeadSettings(block.name, chunk_size)
-            undo.append(_set(block.module, settings))
+            undo.append(_set(block.module, HeadSettings(block.name, self.chunk_size)))
         tied = _tied_embeddings(target, heads)
         undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)

@@ -92,7 +92,7 @@ class LossCheck:
     batch: Any
     module: nn.Module
     _: KW_ONLY
-    loss_weight: LossWeight = "auto"
+    loss_weight: LossWeight = "proven"
     split_batch: SplitBatch | None = None
     known: Proof | None = None
     needs_split: bool = False
@@ -407,7 +407,7 @@ def _reason(
     if not math.isfinite(losses[0]):
         return f"the loss of {of} samples is not finite ({both}; of {each} {one} and {other})"
     what = "a weighted mean or the sum"
-    if check.loss_weight != "auto":
+    if check.loss_weight != "proven":
         weight = check.loss_weight
         shown = getattr(weight, "__name__", "...") if callable(weight) else repr(weight)
         what = f"the mean with the weights of `loss_weight={shown}`"

@@ -14,9 +14,9 @@ from lightning_memsave.core.nested import Path, count_samples, leaf_at, leaves_o
 from lightning_memsave.errors import ConfigurationError
 
 LossWeight: TypeAlias = (
-    Literal["auto", "samples", "tokens", "tokens_shifted"] | Callable[[Any], float | Tensor]
+    Literal["proven", "samples", "tokens", "tokens_shifted"] | Callable[[Any], float | Tensor]
 )
-NAMES = ("auto", "samples", "tokens", "tokens_shifted")
+NAMES = ("proven", "samples", "tokens", "tokens_shifted")
 
 IGNORED = -100
 """The label that torch's and Hugging Face's losses ignore."""
@@ -54,7 +54,7 @@ def weightings_of(
         for path, value in leaves_of(part)
         if isinstance(value, Tensor) and value.ndim and path not in whole
     ]
-    if loss_weight != "auto":
+    if loss_weight != "proven":
         labels = [path for path, _ in leaves if path[-1:] == ("labels",)]
         if not labels:
             raise ConfigurationError(

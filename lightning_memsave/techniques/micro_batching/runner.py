@@ -178,7 +178,7 @@ class MicroBatchRunner:
 
     def weightings_for(self, batch: Any) -> Sequence[Weighting]:
         """Return what losses are weighted by: what is proven, else what was given."""
-        if self.weightings or self._loss_weight == "auto":
+        if self.weightings or self._loss_weight == "proven":
             return self.weightings
         return weightings_of(self._loss_weight, batch)
 

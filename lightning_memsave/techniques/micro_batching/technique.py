@@ -52,7 +52,7 @@ class MicroBatching(Technique[Step]):
         loss_weight: Weight of a micro-batch's loss, by the elements that the loss is a mean over:
             ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the same
             without the first of each sequence, as in causal language models; or a function of a
-            micro-batch. ``"auto"`` finds it with the first batch that is split.
+            micro-batch. ``"proven"`` finds and proves it with the first batch that is split.
         split_batch: A function of batch and size that returns a list of batches, for batches that
             `split_samples` cannot split.
         evaluation: Whether validation, test and prediction of a Trainer pass in such micro-batches
@@ -61,8 +61,8 @@ class MicroBatching(Technique[Step]):
             steps that cannot be split are refused. False: never.
         module: The model, whose gradients, buffers and metrics are restored before a batch is
             repeated, and after the loss has been tested with some samples. Required for ``"halve"``
-            and ``loss_weight="auto"``, and together with `OptimizerInBackward` if a process trains
-            several models at once. Without it `loss_weight` is not tested.
+            and ``loss_weight="proven"``, and together with `OptimizerInBackward` if a process
+            trains several models at once. Without it `loss_weight` is not tested.
 
     Raises:
         ConfigurationError: If an argument is invalid.
@@ -96,7 +96,7 @@ class MicroBatching(Technique[Step]):
     _: KW_ONLY
     of: Literal["batches", "blocks"] = "batches"
     blocks: BlockSelector | Sequence[BlockSelector] | None = None
-    loss_weight: LossWeight = "auto"
+    loss_weight: LossWeight = "proven"
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     evaluation: bool | None = None
     module: nn.Module | None = field(default=None, repr=False, compare=False)
@@ -142,7 +142,7 @@ class MicroBatching(Technique[Step]):
         whys = {}
         if self.micro_batch_size == "halve":
             whys["micro_batch_size"] = "a block runs on a number of samples that does not change"
-        if self.loss_weight != "auto":
+        if self.loss_weight != "proven":
             whys["loss_weight"] = "the loss is that of the whole batch"
         if self.split_batch is not None:
             whys["split_batch"] = (
@@ -174,10 +174,10 @@ class MicroBatching(Technique[Step]):
         if self.micro_batch_size == "halve" and self.module is None:
             why = "to repeat a batch, gradients and buffers from before it must be restored"
             problems.append(Problem('`micro_batch_size="halve"` without `module`', why, f"{fix}."))
-        elif self.loss_weight == "auto" and self.module is None:
+        elif self.loss_weight == "proven" and self.module is None:
             why = "to find what the loss is a mean over, some samples pass the model"
             fix += ', or what it is, such as `loss_weight="samples"`.'
-            problems.append(Problem('`loss_weight="auto"` without `module`', why, fix))
+            problems.append(Problem('`loss_weight="proven"` without `module`', why, fix))
         return problems + self.check_module(self.module)
 
     def check_module(self, module: nn.Module | None) -> list[Problem]:
