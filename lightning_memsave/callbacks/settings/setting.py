@@ -305,7 +305,7 @@ class Settings:
     def undo(self) -> list[str]:
         """Restore everything, and say what could not be; a second call does nothing."""
         failures = []
-        for setting in reversed(self._settings):
+        for setting in reversed([s for s in self._settings if s.is_on or s._undo]):
             try:
                 setting.undo()
             except Exception as failure:
