@@ -119,8 +119,6 @@ class Technique(ABC, Generic[TargetT]):
     name: ClassVar[str]
     """Registry key, name on the command line and anchor in the docs."""
     exactness: ClassVar[Exactness]
-    source: ClassVar[str]
-    """Its paper or project."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages that are imported when it is applied."""
     argument: ClassVar[str]

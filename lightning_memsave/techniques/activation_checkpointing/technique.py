@@ -132,7 +132,6 @@ class ActivationCheckpointing(Technique[nn.Module]):
         Offer("recompute all blocks", "all", "about 1/3 more compute", 1 / 3),
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    source: ClassVar[str] = "Chen et al. (2016), arXiv:1604.06174"
 
     which: str | int = "all"
     _: KW_ONLY

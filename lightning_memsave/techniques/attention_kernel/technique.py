@@ -80,10 +80,6 @@ class AttentionKernel(Technique[nn.Module]):
         Offer("attention with sdpa", "sdpa", "nothing; mostly faster"),
     )
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = (
-        "Dao et al. (2022), FlashAttention: Fast and Memory-Efficient Exact Attention with "
-        "IO-Awareness, arXiv:2205.14135"
-    )
 
     kernel: str = "sdpa"
 

@@ -72,7 +72,6 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         Offer("chunked cross-entropy", True, "several small matrix products", 0.05),
     )
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = "Wijmans et al. (2024), arXiv:2411.09009"
 
     heads: BlockSelector | Sequence[BlockSelector] | None = None
     _: KW_ONLY

@@ -192,9 +192,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         Offer("8-bit optimizer", "8bit", "a separate kernel on a GPU, slower steps on a CPU"),
     )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
-    source: ClassVar[str] = (
-        "Dettmers et al. (2022), 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"
-    )
     requires: ClassVar[tuple[str, ...]] = ("bitsandbytes",)
 
     optimizer: str = "8bit"

@@ -183,7 +183,6 @@ class LowPrecisionWeights(Technique[nn.Module]):
         ),
     )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
-    source: ClassVar[str] = "Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192"
 
     rounding: str = "stochastic"
     _: KW_ONLY

@@ -75,7 +75,6 @@ class BlockMicroBatching(Technique[nn.Module]):
     name: ClassVar[str] = "block_micro_batching"
     argument: ClassVar[str] = MicroBatching.argument
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
     size: int
     _: KW_ONLY

@@ -90,7 +90,6 @@ class MicroBatching(Technique[Step]):
     argument: ClassVar[str] = "micro_batch_size"
     examples: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
     micro_batch_size: int | Literal["halve"] = "halve"
     _: KW_ONLY

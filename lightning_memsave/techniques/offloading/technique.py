@@ -133,7 +133,6 @@ class Offloading(Technique[nn.Module]):
     argument: ClassVar[str] = "offload"
     examples: ClassVar[str] = 'True, "optimizer", "parameters", "activations", "embeddings"'
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    source: ClassVar[str] = "Ren et al. (2021), ZeRO-Offload, arXiv:2101.06840"
     offers = (
         Offer("optimizer on the host", "optimizer", _UPDATES, 0.8),
         Offer("weights on the host", "parameters", f"{_UPDATES}; weights come and go", 1.0),

@@ -125,10 +125,6 @@ class OptimizerInBackward(Technique[Optimizer]):
     argument: ClassVar[str] = "optimizer_in_backward"
     offers: ClassVar[tuple[Offer, ...]] = (Offer("optimizer in backward", True),)
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    source: ClassVar[str] = (
-        "Lv et al. (2023), Full Parameter Fine-tuning for Large Language Models with Limited "
-        "Resources, arXiv:2306.09782"
-    )
 
     _: KW_ONLY
     clip_value: float | None = None
