@@ -26,13 +26,7 @@ class Exactness(enum.Enum):
     """Other mathematics, judged by convergence."""
 
     def allows(self, other: "Exactness") -> bool:
-        """Return whether a technique with exactness ``other`` is allowed under this limit.
-
-        Args:
-            other: The exactness that the technique declares.
-
-        Returns:
-            True if ``other`` is at least as exact as this.
+        """Return whether ``other``, that of a technique, is at least as exact as this limit.
 
         Example:
             >>> Exactness.ROUNDING.allows(Exactness.BITWISE)
@@ -187,26 +181,11 @@ class Technique(ABC, Generic[TargetT]):
         """
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
-        """Find every conflict with a Trainer, before the model or the optimizer is changed.
-
-        Args:
-            facts: About the Trainer.
-            written: The argument as the user wrote it, for messages.
-
-        Returns:
-            All problems; none of a technique that works with every Trainer.
-        """
+        """Find every conflict of an argument, as it is written, with a Trainer; changes nothing."""
         return []
 
     def is_served(self, target: TargetT) -> bool:
-        """Return whether a target has what is asked for without any change.
-
-        Args:
-            target: The target of ``apply``.
-
-        Returns:
-            False, unless the technique knows better.
-        """
+        """Return whether a target has what is asked for without any change."""
         return False
 
     def apply(self, target: TargetT) -> Handle[TargetT]:

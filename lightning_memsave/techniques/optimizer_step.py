@@ -139,16 +139,8 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
 
 
 def _step_others(optimizer: Optimizer, done: list[nn.Parameter]) -> None:
-    own = vars(optimizer)
-    found_inf = own.get("found_inf")
-    if isinstance(found_inf, torch.Tensor):  # a sum over devices, while kernels look for 1
-        own["found_inf"] = found_inf.clamp(max=1.0)
-    try:
-        with with_attribute(done, "grad", None):
-            step_without_hooks(optimizer)
-    finally:
-        if found_inf is not None:
-            own["found_inf"] = found_inf
+    with scaling(optimizer), with_attribute(done, "grad", None):
+        step_without_hooks(optimizer)
 
 
 def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -435,13 +427,14 @@ def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def scaling_on_host(optimizer: Optimizer) -> Iterator[None]:
-    """Let what a ``GradScaler`` gives to fused optimizers be on the host inside, once landed."""
+def scaling(optimizer: Optimizer, *, is_on_host: bool = False) -> Iterator[None]:
+    """Let what a ``GradScaler`` gives to fused optimizers be what kernels read, where they run."""
     own = vars(optimizer)
     before = {
         k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)
     }
-    own.update({name: value.cpu() for name, value in before.items()})
+    if is_on_host:  # once landed
+        own.update({name: value.cpu() for name, value in before.items()})
     if "found_inf" in before:  # a sum over devices, while kernels look for 1
         own["found_inf"] = own["found_inf"].clamp(max=1.0)
     try:

@@ -237,13 +237,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         )
 
     def kinds_of(self, blocks: Sequence[T]) -> list[tuple[T, str]]:
-        """Say how each checkpointed block is recomputed.
-
-        Args:
-            blocks: All blocks, in order.
-
-        Returns:
-            The checkpointed ones, each with ``"full"``, ``"nested"`` or ``"selective"``.
+        """Say of all blocks, in order, which are checkpointed, and how.
 
         Example:
             >>> ActivationCheckpointing("full:1,selective:1").kinds_of(["a", "b", "c"])

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     chunks_of_logits,
+    tiled_argmax,
     without_autograd,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 from lightning_memsave.techniques.chunked_cross_entropy.products import Layout, Part, is_plain
-from lightning_memsave.techniques.chunked_cross_entropy.tiles import tiled_argmax
 
 _LATER = ("size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 

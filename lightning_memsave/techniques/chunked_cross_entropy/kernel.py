@@ -11,9 +11,14 @@ from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on
 from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
-from lightning_memsave.techniques.chunked_cross_entropy.chunks import Gradients, Results, run
-from lightning_memsave.techniques.chunked_cross_entropy.tied_embedding import share_gradient
-from lightning_memsave.techniques.chunked_cross_entropy.tiles import tiled_gradients, tiled_losses
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
+    Gradients,
+    Results,
+    run,
+    tiled_gradients,
+    tiled_losses,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.heads import share_gradient
 from lightning_memsave.techniques.host_weight import HostWeight
 
 # N rows of D features, M of them with a label; V classes.

@@ -12,9 +12,13 @@ from lightning_memsave.core.patching import is_patched_with, patch_method, previ
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy import tied_embedding
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
-from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads, read_head
+from lightning_memsave.techniques.chunked_cross_entropy.heads import (
+    can_share,
+    find_heads,
+    read_head,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.heads import forward as look_up
 from lightning_memsave.techniques.chunked_cross_entropy.products import HeadSettings, Product
 from lightning_memsave.techniques.host_weight import asks_for_host_weights
 
@@ -124,7 +128,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             settings = HeadSettings(block.name, chunk_size)
             undo.append(_set(block.module, settings))
         tied = _tied_embeddings(target, heads)
-        undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
+        undo += [patch_method(block.module, look_up) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)
         # Wide layers are treated as heads by their shape, even if no cross-entropy follows.
         summary = f"no logits of {names} where a cross-entropy follows" if heads else ""
@@ -175,14 +179,13 @@ def _tied_embeddings(model: nn.Module, heads: list[Block]) -> list[Block]:
     return [
         Block(name, module)
         for name, module in model.named_modules()
-        if any(tied_embedding.can_share(module, w) for w in weights if w is not None)
-        and not _is_replaced(module)
+        if any(can_share(module, w) for w in weights if w is not None) and not _is_replaced(module)
     ]
 
 
 def _is_replaced(module: nn.Module) -> bool:
     method = vars(module).get("forward")
-    own = (None, forward, tied_embedding.forward, type(module).forward)
+    own = (None, forward, look_up, type(module).forward)
     return getattr(method, "__func__", method) not in own
 
 

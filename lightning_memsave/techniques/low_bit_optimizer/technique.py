@@ -239,11 +239,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     def check(self, target: torch.optim.Optimizer) -> list[Problem]:
         """Find every reason why the optimizer cannot be replaced; changes nothing.
 
-        Args:
-            target: An optimizer before its first step.
-
-        Returns:
-            All problems. An optimizer without an 8-bit form is not one: it stays unchanged.
+        An optimizer without an 8-bit form is not a problem: it stays unchanged.
         """
         if wrapped := wrapper_problems(target):
             return wrapped

@@ -22,8 +22,8 @@ from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.techniques.host_weight import host_weight_of
-from lightning_memsave.techniques.low_precision_weights.autocast_calls import compute_in_autocast
 from lightning_memsave.techniques.low_precision_weights.bf16_layers import (
+    compute_in_autocast,
     keep_in_bfloat16,
     sum_in_float32,
 )

@@ -58,6 +58,12 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
+HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
+    *("on_before_optimizer_step", "on_after_backward", "on_train_epoch_end"),
+)
+
+
 def compute_on_device(owner: Any, hook: str) -> Callable[[], None]:
     return patch_method(owner, _REPLACEMENTS[hook])
 
@@ -86,34 +92,13 @@ def _leave(mode: OnDevice) -> None:
         _push_mode(each)
 
 
-# `patch_method` needs functions of their names.
-def on_train_batch_start(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_train_batch_start", args)
+# `patch_method` needs a function of the hook's name, and not a closure.
+def _replacement_of(hook: str) -> Callable[..., Any]:
+    def call(owner: Any, *args: Any, _hook: str = hook) -> Any:
+        return _call(owner, _hook, args)
+
+    call.__name__ = hook
+    return call
 
 
-def on_train_batch_end(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_train_batch_end", args)
-
-
-def on_before_zero_grad(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_before_zero_grad", args)
-
-
-def on_before_optimizer_step(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_before_optimizer_step", args)
-
-
-def on_after_backward(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_after_backward", args)
-
-
-def on_train_epoch_end(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_train_epoch_end", args)
-
-
-_FUNCTIONS = (
-    *(on_train_batch_start, on_train_batch_end, on_before_zero_grad),
-    *(on_before_optimizer_step, on_after_backward, on_train_epoch_end),
-)
-_REPLACEMENTS = {function.__name__: function for function in _FUNCTIONS}
-HOOKS = tuple(_REPLACEMENTS)
+_REPLACEMENTS = {hook: _replacement_of(hook) for hook in HOOKS}

@@ -33,8 +33,7 @@ from lightning_memsave.techniques.offloading.host_updates import (
     let_scales_land,
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.model_device import tell_device
-from lightning_memsave.techniques.offloading.module_hooks import move_with
+from lightning_memsave.techniques.offloading.module_hooks import move_with, tell_device
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import in_backward_of
@@ -218,14 +217,7 @@ class Offloading(Technique[nn.Module]):
         return problems
 
     def host_bytes(self, target: nn.Module) -> tuple[int, float]:
-        """Reckon what weights and what belongs to them need on the host.
-
-        Args:
-            target: The model.
-
-        Returns:
-            The bytes, and those that may be used.
-        """
+        """Reckon the bytes that weights need on the host, and those that may be used."""
         blocks = find_blocks(target, self.blocks)
         tables = self._tables(target)
         params = [*tables, *self._chosen(target, blocks, tables)[0]]

@@ -17,8 +17,10 @@ from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
-from lightning_memsave.techniques.optimizer_in_backward.on_host import UpdatesInBackward
-from lightning_memsave.techniques.optimizer_in_backward.updates import GradientUpdates
+from lightning_memsave.techniques.optimizer_in_backward.updates import (
+    GradientUpdates,
+    UpdatesInBackward,
+)
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     ACTIVE_UPDATES,
