@@ -122,6 +122,8 @@ class Technique(ABC, Generic[TargetT]):
     examples: ClassVar[str] = "True"
     """Valid values of the argument other than an instance, for messages; empty: the class itself
     reads and refuses them."""
+    why_not_compiled: ClassVar[str] = ""
+    """Why modules that are compiled are refused; empty: they are not."""
     remedy: ClassVar[str] = ""
     """What to write where nothing is found to change."""
 
@@ -182,7 +184,14 @@ class Technique(ABC, Generic[TargetT]):
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Find every conflict of an argument, as it is written, with a Trainer; changes nothing."""
-        return []
+        return self.problems_of_compiled(facts.compiled)
+
+    def problems_of_compiled(self, name: str) -> list[Problem]:
+        """Refuse a module that is compiled, by its name; empty for none."""
+        if not (name and self.why_not_compiled):
+            return []
+        fix = f"Do not compile it, or set `{self.argument}=None`."
+        return [Problem(f"`{name}`", f"it is compiled, {self.why_not_compiled}", fix)]
 
     def is_served(self, target: TargetT) -> bool:
         """Return whether a target has what is asked for without any change."""

@@ -175,15 +175,17 @@ def around_step(
         if closure is None:
             before(optimizer)
             return None
-        closure = functools.partial(_call_both, closure, functools.partial(before, optimizer))
-        if len(args) > 1:
-            return (args[0], closure, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure}
+
+        def run() -> Any:
+            result = closure()
+            before(optimizer)
+            return result
+
+        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {"closure": run})
 
     undo = [optimizer.register_step_pre_hook(pre_hook).remove]
     if after is not None:
-        post_hook = functools.partial(_call_with_optimizer, after)
-        undo.append(optimizer.register_step_post_hook(post_hook).remove)
+        undo.append(optimizer.register_step_post_hook(lambda owner, *_: after(owner)).remove)
     return [*undo, functools.partial(_forget, optimizer)]
 
 
@@ -194,16 +196,6 @@ def around_all_steps(
         register_optimizer_step_pre_hook(before).remove,
         register_optimizer_step_post_hook(after).remove,
     ]
-
-
-def _call_both(closure: Callable[[], Any], function: Callable[[], None]) -> Any:
-    result = closure()
-    function()
-    return result
-
-
-def _call_with_optimizer(function: Hook, optimizer: Optimizer, *_: object) -> None:
-    function(optimizer)
 
 
 ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()

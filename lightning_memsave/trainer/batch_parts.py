@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import map_tensors, merge_outputs, sum_in_order
 from lightning_memsave.core.optimizers import parameters_of
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import named, patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.trainer.distributed import broadcast_buffers
@@ -154,22 +154,9 @@ _RUNS = "_memsave_run_evaluation_batch"
 def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], None]:
     strategy = trainer.strategy
     vars(strategy)[_RUNS] = (trainer, run_batch)
-    undo = [patch_method(strategy, f) for f in (validation_step, test_step, predict_step)]
-
+    undo = [patch_method(strategy, function) for function in _STEPS]
     undo.append(lambda: vars(strategy).pop(_RUNS, None))
     return functools.partial(undo_all, undo)
-
-
-def validation_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    return _run(strategy, "validation_step", *args, **kwargs)
-
-
-def test_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    return _run(strategy, "test_step", *args, **kwargs)
-
-
-def predict_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    return _run(strategy, "predict_step", *args, **kwargs)
 
 
 def _run(strategy: Any, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,3 +174,6 @@ def _run(strategy: Any, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any
 
 def _step(method: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> Any:
     return method(batch, *args, **kwargs)
+
+
+_STEPS = [named(name, _run) for name in ("validation_step", "test_step", "predict_step")]

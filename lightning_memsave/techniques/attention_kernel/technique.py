@@ -41,21 +41,11 @@ class AttentionKernel(Technique[nn.Module]):
         ConfigurationError: If ``kernel`` is none of these.
 
     Note:
-        Exactness is *rounding*: sums are computed in another order. With dropout on the scores,
-        other random masks are drawn. For queries whose keys are all masked, such as padding on the
-        left in a decoder, kernels give different outputs. Hugging Face's causal loss depends on
-        them, as the first real token is predicted from the padding before it: set the label of that
-        token to -100, or pad on the right. A warning is shown for the first such batch.
-
-        Unchanged, with the reason in ``Handle.skipped``: models whose class does not support the
-        kernel, models that return attention weights (``config.output_attentions``), GPT-2 with
-        ``reorder_and_upcast_attn``, models that use such a kernel already, and models of other
-        libraries. A model that is called with ``output_attentions=True`` (or, in old versions of
-        transformers, ``head_mask``) returns to its former kernel from that call on, with a warning.
-        A submodule that is not a model of transformers, such as the encoder inside BERT, is not
-        watched: called directly, it returns ``None`` for attention weights.
-
-        On fake tensors all kernels are predicted as ``"sdpa"``, which saves as much for backward.
+        Exactness is *rounding*: sums are computed in another order, and with dropout on the scores
+        other random masks are drawn. Models that do not support the kernel stay unchanged, with the
+        reason in ``Handle.skipped``. A model that is called with ``output_attentions=True`` returns
+        to its former kernel from that call on, with a warning. More limits, such as padding on the
+        left, are in docs/techniques.md.
 
     Example:
         >>> from transformers import BertConfig, BertModel

@@ -35,7 +35,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
 
     Args:
         heads: The linear layers: names, class names, classes, ``"re:..."`` regular expressions
-            over module names, compiled expressions, or functions of name and module. ``None``
+            over module names, or functions of name and module. ``None``
             finds them: the result of Hugging Face's ``get_output_embeddings``, and in other models
             layers outside of the blocks with at least 1,024 outputs and more outputs than inputs.
         chunk_size: Rows (tokens) of logits per chunk. ``"auto"`` makes a chunk about as large as
@@ -47,14 +47,10 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
     Note:
         Exactness is *rounding*: sums over tokens have another order, and in low precision losses
         and gradients are closer to those in float32. The head returns deferred logits.
-        ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` accept them directly, also through views,
-        slices, transpositions and type conversions, and so does ``argmax`` over classes. Any other
-        use materializes the logits, once for all uses, and saves nothing; so do targets that are
-        probabilities, hooks on the logits, and losses written with ``log_softmax``. Logits that are
-        first used after the optimizer step raise an error. ``torch.autograd.grad`` of the loss with
-        respect to the logits does not find them. LoRA on the head is supported; 8-bit and 4-bit
-        heads, DTensor weights and ``torch.compile`` run unchanged. An ``nn.Embedding`` tied to the
-        head adds its gradient to the head's.
+        ``F.cross_entropy``, ``nn.CrossEntropyLoss`` and ``argmax`` over classes do not need their
+        values, also through views, slices and type conversions; any other use materializes them,
+        once for all uses, and saves nothing. LoRA on the head is supported. More limits are in
+        docs/checkpointing_and_micro_batches.md.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 5000))

@@ -144,16 +144,11 @@ class LowPrecisionWeights(Technique[nn.Module]):
     Note:
         Exactness is *approximate*: monitor the loss. The forward pass runs under
         ``torch.autocast(device, torch.bfloat16)``, as with Lightning's ``"bf16-mixed"``; calls of
-        modules outside of it enter it. Only a layer within a block of a ``ModuleList`` fails on
-        weights of two types if it is called by itself. The output of an embedding is bfloat16, and
-        so is that of normalization layers and activations for bfloat16 inputs, also on CUDA, where
-        autocast alone would return float32: residual sums are bfloat16, unless ``keep_fp32`` keeps
-        the embeddings in float32. Parameters of recurrent and bilinear layers, of ``EmbeddingBag``
-        and ``Embedding(sparse=True)``, of parametrizations, and different parameters that share
-        memory stay float32. Not for DTensor. After ``undo`` weights are float32, with their
-        bfloat16 values; if the device has too little memory for that, they stay bfloat16, with a
-        warning. A checkpoint has bfloat16 weights and loads everywhere; ``load_state_dict(...,
-        assign=True)`` would replace the weights.
+        modules outside of it enter it. Normalization layers and activations return bfloat16 for
+        bfloat16 inputs, also on CUDA, where autocast alone would return float32. After ``undo``
+        weights are float32, with their bfloat16 values; if the device has too little memory for
+        that, they stay bfloat16, with a warning. More limits are in
+        docs/optimizer_and_precision.md.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))

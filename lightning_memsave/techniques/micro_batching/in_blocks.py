@@ -29,7 +29,6 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.saved_state import RandomState, with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.micro_batching.loss_probe import SavesBeforeWrites
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
@@ -51,7 +50,7 @@ class BlockMicroBatching(Technique[nn.Module]):
     first batch. Use it with `ActivationCheckpointing`, which then recomputes a few samples at a
     time: without it all activations exist until backward.
 
-    In a Trainer it is ``MemSaveCallback(micro_batch_size=MicroBatching(1, of="blocks"))``.
+    In a Trainer it is ``MemSaveCallback(micro_batch_size=BlockMicroBatching(1))``.
 
     Args:
         size: Samples that pass a block at once.
@@ -63,9 +62,8 @@ class BlockMicroBatching(Technique[nn.Module]):
     Note:
         Exactness is *rounding*: sums over the batch, as in gradients of weights, are computed in
         another order. With dropout other masks are drawn than for the whole batch. A block that
-        mixes samples (batch normalisation in training), changes a buffer in forward, or returns
-        what is not one entry per sample (an auxiliary loss) is refused in its first forward pass,
-        with an `IncompatibleError`. Blocks that get a key-value cache run on the whole batch.
+        mixes samples, changes a buffer or returns what is not one entry per sample is refused in
+        its first forward pass. More limits are in docs/checkpointing_and_micro_batches.md.
 
     Example:
         >>> model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)])
@@ -80,6 +78,7 @@ class BlockMicroBatching(Technique[nn.Module]):
     name: ClassVar[str] = "block_micro_batching"
     argument: ClassVar[str] = MicroBatching.argument
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
+    why_not_compiled: ClassVar[str] = "for batches of one size"
 
     size: int
     _: KW_ONLY
@@ -97,13 +96,7 @@ class BlockMicroBatching(Technique[nn.Module]):
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
         """Read micro-batches of blocks; ``None`` for those of batches."""
-        if not isinstance(value, MicroBatching) or value.of != "blocks":
-            return None
-        return cls(value.micro_batch_size, blocks=value.blocks)  # type: ignore[arg-type]
-
-    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
-        """Refuse a module that is compiled as a whole."""
-        return [compiled_problem(facts.compiled)] if facts.compiled else []
+        return value if isinstance(value, cls) else None
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find blocks that are compiled, or changed already; the first batch shows if they mix."""
@@ -116,8 +109,7 @@ class BlockMicroBatching(Technique[nn.Module]):
         for block in blocks:
             pairs += block.module.named_modules(prefix=block.name)
             pairs += [(name, target.get_submodule(name)) for name in ancestors(block.name)]
-        compiled = compiled_in(pairs)
-        return [compiled_problem(compiled)] if compiled else []
+        return self.problems_of_compiled(compiled_in(pairs))
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         blocks = [
@@ -134,14 +126,6 @@ class BlockMicroBatching(Technique[nn.Module]):
             undo.append(patch_method(block.module, forward, is_outer=True))
         samples = f"{self.size} sample{'s' if self.size > 1 else ''}"
         return Handle(target, [f"{len(blocks)} blocks run on {samples} at a time"], (), undo)
-
-
-def compiled_problem(name: str) -> Problem:
-    return Problem(
-        f"`{name}`",
-        "it is compiled, for batches of one size",
-        f"Do not compile it, or set `{BlockMicroBatching.argument}=None`.",
-    )
 
 
 @dataclass
@@ -192,7 +176,7 @@ class _Chunks:
             return known
         if why := why_not_separable(block, run, args, kwargs, is_of_samples):
             name = type(block).__name__
-            what = f'`MicroBatching({self.size}, of="blocks")` with `{self.name}`, a `{name}`'
+            what = f"`BlockMicroBatching({self.size})` with `{self.name}`, a `{name}`"
             fix = (
                 f"Use `micro_batch_size={self.size}`, which splits the batch before it comes to "
                 "the model. Layers of torch need `batch_first=True`."

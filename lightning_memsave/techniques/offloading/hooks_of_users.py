@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memsave.core.memory import category_in_context, is_host
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import named, patch_method, previous_method
 from lightning_memsave.techniques.residences import residence_of
 
 
@@ -68,7 +68,7 @@ def compute_on_device(owner: Any, hook: str) -> Callable[[], None]:
     return patch_method(owner, _REPLACEMENTS[hook])
 
 
-def _call(owner: Any, hook: str, args: Any) -> Any:
+def _call(owner: Any, hook: str, *args: Any) -> Any:
     module = owner if isinstance(owner, nn.Module) else args[1]
     residence, method = residence_of(module), previous_method(owner, hook)
     if residence is None:
@@ -92,13 +92,4 @@ def _leave(mode: OnDevice) -> None:
         _push_mode(each)
 
 
-# `patch_method` needs a function of the hook's name, and not a closure.
-def _replacement_of(hook: str) -> Callable[..., Any]:
-    def call(owner: Any, *args: Any, _hook: str = hook) -> Any:
-        return _call(owner, _hook, args)
-
-    call.__name__ = hook
-    return call
-
-
-_REPLACEMENTS = {hook: _replacement_of(hook) for hook in HOOKS}
+_REPLACEMENTS = {hook: named(hook, _call) for hook in HOOKS}

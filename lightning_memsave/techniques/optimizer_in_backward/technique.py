@@ -96,16 +96,12 @@ class OptimizerInBackward(Technique[Optimizer]):
         ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *bitwise*. Code that reads gradients after backward finds none:
+        Exactness is *bitwise*. After backward there are no gradients:
         ``torch.nn.utils.clip_grad_norm_`` would silently do nothing, so use the arguments above.
-        Learning rates are read in backward. There is one updating backward pass per step; all
-        others, and those whose gradients are discarded, run inside ``handle.accumulating()``, and a
-        second one is an error. Updates cannot be reverted: a loop that skips a step after backward
-        would train differently, so it cannot be used with a ``GradScaler``. Supported are the
-        optimizers of torch except LBFGS, those of bitsandbytes and of `LowBitOptimizer`, and
-        Adafactor of transformers; others are refused, as they may couple parameters. Not for
-        several processes. Weights of `Offloading` are updated on the host, in the background, which
-        needs `Offloading.update_in_background`, too; there is no ``clip_norm`` for them.
+        There is one updating backward pass per step; all others, and those whose gradients are
+        discarded, run inside ``handle.accumulating()``. Weights of `Offloading` are updated on the
+        host, in the background, which needs `Offloading.update_in_background`, too; there is no
+        ``clip_norm`` for them. More limits are in docs/optimizer_and_precision.md.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.flat_memory import aligned
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
     HeldGradients,
     dense_bytes,
@@ -286,7 +287,7 @@ class _Slab:
     def take(self, form: Tensor) -> Tensor:
         """Give memory for a tensor of this shape, memory order and type."""
         piece = self.memory[self.num_used :][: form.nbytes].view(form.dtype)
-        self.num_used += _aligned(form.nbytes)
+        self.num_used += aligned(form.nbytes, _ALIGNMENT_BYTES)
         return piece.as_strided(form.shape, form.stride())
 
 
@@ -415,7 +416,8 @@ class UpdatesInBackward(GradientUpdates):
                 (part.form_of(p), None if self._clips else part.device_dtype_of(p)) for p in owned
             ]
             sizes = [
-                _aligned(form.numel() * (dtype or form.dtype).itemsize) for form, dtype in forms
+                aligned(form.numel() * (dtype or form.dtype).itemsize, _ALIGNMENT_BYTES)
+                for form, dtype in forms
             ]
             together = max if part is residence.rest else sum
             largest = max(largest, together(sizes or [0]))
@@ -429,7 +431,3 @@ class UpdatesInBackward(GradientUpdates):
             for param in super()._updated_here(optimizer)
             if residence is None or residence.part_of(param) is None
         ]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
