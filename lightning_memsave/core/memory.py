@@ -90,9 +90,6 @@ class MemoryBreakdown:
     def __mul__(self, factor: float) -> "MemoryBreakdown":
         return MemoryBreakdown(*(round(getattr(self, f.name) * factor) for f in fields(self)))
 
-    def __rmul__(self, factor: float) -> "MemoryBreakdown":
-        return self * factor
-
     def __rich__(self) -> Table:
         table = Table("category", box=None, pad_edge=False)
         for name in ("bytes", "share"):

@@ -6,7 +6,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from lightning_memsave.core.trainer_facts import TrainerFacts
@@ -79,19 +78,14 @@ class Handle(Generic[TargetT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         try:
             self.undo()
-        except Exception as failure:
-            if exc is None:
+        except Exception as error:
+            if failure[1] is None:
                 raise
             # The first exception must not be hidden.
-            exc.add_note(f"Undoing it failed in part: {type(failure).__name__}: {failure}")
+            failure[1].add_note(f"Undoing it failed in part: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,6 @@ def _problem_of_value(kind: Kind, key: str, value: Any) -> tuple[str, str] | Non
     default = kind.defaults[key]
     if isinstance(default, tuple):
         return _problem_of_betas(value, len(default))
-    if value is None and default is None:
-        return None
     if not _is_number(value) or value < 0:
         return "it must be a number of at least 0", f"The default is {default}."
     if key == "momentum" and not 0 < value < 1:
@@ -132,8 +130,7 @@ def _problem_of_betas(value: Any, length: int) -> tuple[str, str] | None:
     numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
     if len(numbers) == length and all(_is_number(b) and 0 <= b < 1 for b in numbers):
         return None
-    example = (0.9, 0.999, 0.9999)[:length]
-    return f"it must be {length} numbers from 0 to below 1", f"Use for example {example}."
+    return f"it must be {length} numbers from 0 to below 1", "Use for example (0.9, 0.999)."
 
 
 def _is_number(value: object) -> bool:

@@ -3,8 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from types import TracebackType
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,29 +43,15 @@ class InBackwardHandle(Handle[Optimizer]):
     updates: GradientUpdates
     """What updates the parameters."""
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients are accumulated in ``param.grad``, without updates; can be set."""
-        return self.updates.is_accumulating
-
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None:
-        self.updates.is_accumulating = value
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is not None:  # do not move gradients from the host to a device that may be full
+    def __exit__(self, *failure: Any) -> None:
+        if failure[1] is not None:  # do not move gradients from the host to a device that is full
             self.updates.forget()
-        super().__exit__(exc_type, exc, traceback)
+        super().__exit__(*failure)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Accumulate gradients: for every backward pass of a step except the last."""
-        with with_attribute([self], "is_accumulating", True):
+        with with_attribute([self.updates], "is_accumulating", True):
             yield
 
 
