@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,10 +47,7 @@ def _wait(module: nn.Module, *_: object) -> None:
 
 
 def _before_block(module: nn.Module, _: object) -> None:
-    residence = residence_of(module)
-    if residence is not None:
-        with _outside_of_transforms():
-            residence.enter_block(module)
+    _tell(module, lambda residence: residence.enter_block(module))
 
 
 # In a transform of `torch.func` the weights stay on the device: it runs a backward pass of its own.
@@ -62,31 +59,26 @@ def _after_block(module: nn.Module, _: object, output: Any) -> Any:
 
 
 def _before_module(module: nn.Module, _: object) -> None:
-    residence = residence_of(module)
-    if residence is not None:
-        with _outside_of_transforms():
-            residence.begin()
+    _tell(module, Residence.begin)
 
 
 def _after_module(module: nn.Module, *_: object) -> None:
+    _tell(module, Residence.end)
+
+
+# Weights are moved as they are, and not what `torch.func` transforms.
+def _tell(module: nn.Module, what: Callable[[Residence], None]) -> None:
     residence = residence_of(module)
     if residence is not None:
-        with _outside_of_transforms():
-            residence.end()
+        with contextlib.ExitStack() as stack:
+            if _is_in_transform():
+                stack.enter_context(temporarily_clear_interpreter_stack())
+                stack.enter_context(torch.no_grad())
+            what(residence)
 
 
 def _is_in_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
-
-
-@contextlib.contextmanager
-def _outside_of_transforms() -> Iterator[None]:
-    """Move weights as they are, and not what `torch.func` transforms."""
-    if _is_in_transform():
-        with temporarily_clear_interpreter_stack(), torch.no_grad():
-            yield
-    else:
-        yield
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
