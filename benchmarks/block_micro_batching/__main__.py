@@ -36,8 +36,8 @@ def ways(sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"whole batch": {}}
     for size in sizes:
         found[f"`micro_batch_size={size}`"] = {"micro_batch_size": size}
-        in_blocks = BlockMicroBatching(size)
-        found[f"`BlockMicroBatching({size})`"] = {"micro_batch_size": in_blocks}
+        in_blocks = MicroBatching(size, of="blocks")
+        found[f'`MicroBatching({size}, of="blocks")`'] = {"micro_batch_size": in_blocks}
     return found
 
 

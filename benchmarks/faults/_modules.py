@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks._common import markdown_table
 from benchmarks.faults._attack import _REMEDY, in_process
 from benchmarks.faults._fits import digest
-from lightning_memsave import BlockMicroBatching, MemSaveCallback, Offloading
+from lightning_memsave import MemSaveCallback, MicroBatching, Offloading
 from lightning_memsave.callbacks.settings import setting
 from tests.awkward_projects import BATCH_SIZE, all_projects
 
@@ -62,7 +62,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "in backward": ({**OFF, "optimizer_in_backward": True}, 0),
     "micro-batches": ({**OFF, "micro_batch_size": BATCH_SIZE // 2}, 1e-4),
     "block micro-batches": (
-        {**OFF, **CHECKPOINTED, "micro_batch_size": BlockMicroBatching(2)},
+        {**OFF, **CHECKPOINTED, "micro_batch_size": MicroBatching(2, of="blocks")},
         1e-4,
     ),
 }

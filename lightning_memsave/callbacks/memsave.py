@@ -28,7 +28,6 @@ from lightning_memsave.techniques.attention_kernel.technique import AttentionKer
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -76,8 +75,8 @@ class MemSaveCallback(CallbackBase):
             `MicroBatching`. ``"halve"``, the presets' value, starts with the whole batch; when
             memory runs out, the batch is repeated with half the size, which is kept and saved in
             checkpoints. Evaluation does the same where a few samples prove that it only rounds.
-            With ``BlockMicroBatching(1)`` so many samples pass a block at once, and weights that
-            ``offload`` streams come once for the batch.
+            With ``MicroBatching(1, of="blocks")`` so many samples pass a block at once, and weights
+            that ``offload`` streams come once for the batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
         chunked_cross_entropy: Compute the loss of a linear head without its logits; True, a number
@@ -134,7 +133,7 @@ class MemSaveCallback(CallbackBase):
         *,
         optimizer: str | LowBitOptimizer | None = "auto",
         precision: int | str | None = "auto",
-        micro_batch_size: int | str | MicroBatching | BlockMicroBatching | None = "auto",
+        micro_batch_size: int | str | MicroBatching | None = "auto",
         accumulate_grad_batches: int | None = None,
         chunked_cross_entropy: bool | int | str | ChunkedCrossEntropy | None = "auto",
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",

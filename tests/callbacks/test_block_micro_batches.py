@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_memsave import BlockMicroBatching, MemSaveCallback
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import fit, make_lit, peak_of, quiet, rows_of
 from tests.callbacks.test_offload import silent_lit
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_prediction")
 
 def only(**settings: Any) -> MemSaveCallback:
     given: dict[str, Any] = {"preset": "off", "activation_checkpointing": "all"}
-    given |= {"micro_batch_size": BlockMicroBatching(1)}
+    given |= {"micro_batch_size": MicroBatching(1, of="blocks")}
     return quiet(**(given | settings))
 
 
@@ -47,24 +49,37 @@ def test_is_predicted_to_the_byte(offload, kind, precision):
     assert callback.prediction.peak_bytes == peak_of(callback)
 
 
+def test_details_that_do_not_go_with_blocks_are_refused_together():
+    with pytest.raises(ConfigurationError, match="4 problems") as refusal:
+        MicroBatching(of="blocks", loss_weight="tokens", split_batch=torch.split, evaluation=False)
+    for name in ("micro_batch_size='halve'", "loss_weight='tokens'", "split_batch=", "evaluation="):
+        assert f"`{name}" in str(refusal.value)
+    with pytest.raises(ConfigurationError, match=r'Did you mean `blocks`.*`of="blocks"`'):
+        MicroBatching(1, of="block")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r'`blocks=.Block.`: .*Write `of="blocks"` too'):
+        MicroBatching(1, blocks="Block")
+    with pytest.raises(ConfigurationError, match=r"Write `micro_batch_size=MicroBatching\(2, of"):
+        only(micro_batch_size=BlockMicroBatching(2))
+
+
 def test_blocks_are_those_of_the_technique_or_of_the_callback():
     lit = make_lit(model="still")
     callback = only(activation_checkpointing=None, blocks="Block")
     fit(lit, callback)
     assert rows_of(callback)["micro_batch_size"].details == ("4 blocks run on 1 sample at a time",)
     assert callback.effective_arguments()["blocks"] == "Block"
-    own = only(micro_batch_size=BlockMicroBatching(1, blocks=".*"), blocks="Block")
+    own = only(micro_batch_size=MicroBatching(1, of="blocks", blocks=".*"), blocks="Block")
     with pytest.raises(IncompatibleError, match="no repeated block"):
         fit(lit, own)
 
 
 def test_mixing_blocks_are_refused_by_name():
-    named = r"`BlockMicroBatching\(1\)` with `model\.b"
+    named = r'`MicroBatching\(1, of="blocks"\)` with `model\.b'
     with pytest.raises(IncompatibleError, match=named):
         fit(make_lit(model="batch_norm"), only())
     with pytest.raises(ConfigurationError, match="is rounding, which `exactness='bitwise'`"):
         only(exactness="bitwise")
-    with pytest.raises(ConfigurationError, match="`size=0` is not a number of samples"):
-        BlockMicroBatching(0)
-    with pytest.raises(ConfigurationError, match=r"BlockMicroBatching\(8\)"):
+    with pytest.raises(ConfigurationError, match="`micro_batch_size=0` is not a batch size"):
+        MicroBatching(0, of="blocks")
+    with pytest.raises(ConfigurationError, match=r'MicroBatching\(8, of="blocks"\)'):
         only(block_micro_batch_size=1)

@@ -10,12 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_memsave import (
-    BlockMicroBatching,
-    IncompatibleError,
-    LowBitOptimizer,
-    MemSaveCallback,
-)
+from lightning_memsave import IncompatibleError, LowBitOptimizer, MemSaveCallback, MicroBatching
 from lightning_memsave.techniques.registry import entries
 from tests.callbacks.lit import make_lit, make_trainer, quiet, rows_of
 
@@ -138,7 +133,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
         for which in ("all", "nested", "selective", "every:2", 1, "50%")
     },
     "offload": ({"offload": "optimizer"}, saves),
-    "blocks": ({"micro_batch_size": BlockMicroBatching(2)}, saves),
+    "blocks": ({"micro_batch_size": MicroBatching(2, of="blocks")}, saves),
     "attention": ({"attention": "sdpa"}, saves),
     "chunked_cross_entropy": ({"chunked_cross_entropy": True}, saves),
     "early_release": (

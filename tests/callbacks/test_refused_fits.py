@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import BlockMicroBatching, LowBitOptimizer, MemSaveCallback, Offloading
+from lightning_memsave import LowBitOptimizer, MemSaveCallback, MicroBatching, Offloading
 from lightning_memsave.errors import IncompatibleError, InfeasiblePlanError, MemsaveError
 from tests.callbacks.lit import PACKAGES, Vectors, make_lit, make_trainer
 from tests.cases import WIDTH
@@ -82,9 +82,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
     # In the first batch.
     "loss": ({"micro_batch_size": 2}, contrastive, "micro_batch_size=2"),
     "blocks": (
-        {"micro_batch_size": BlockMicroBatching(2), "blocks": "Sequential"},
+        {"micro_batch_size": MicroBatching(2, of="blocks"), "blocks": "Sequential"},
         batch_norm,
-        "BlockMicroBatching",
+        "of=.blocks",
     ),
     "no plan": ({"budget": "1MiB", "preset": None, **PLANNED}, large, "1.00 MiB"),
 }

@@ -120,7 +120,7 @@ def test_every_argument_has_a_flag_here():
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        ("block_micro_batch_size=4", "Write `micro_batch_size=BlockMicroBatching(8)`"),
+        ("block_micro_batch_size=4", 'Write `micro_batch_size=MicroBatching(8, of="blocks")`'),
         ("early_release=true", "Remove it: tensors are always freed early."),
         ("stack=classic", "Write `preset=...`, with the same values."),
         ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
@@ -189,8 +189,8 @@ CONFIGS = {
 """,
     "micro-batches of blocks": """
         micro_batch_size:
-          class_path: lightning_memsave.BlockMicroBatching
-          init_args: {size: 1, blocks: Block}
+          class_path: lightning_memsave.MicroBatching
+          init_args: {micro_batch_size: 1, of: blocks, blocks: Block}
 """,
 }
 

@@ -294,7 +294,9 @@ class TestCheck:
         BlockMicroBatching(4, blocks=Mixing).apply(model)
         before = copy.deepcopy(model.state_dict())
         state, batch = torch.get_rng_state(), sequences()
-        fix = r"BlockMicroBatching\(4\)` with `blocks.0`, a `Mixing`: .*`micro_batch_size=4`"
+        fix = (
+            r'MicroBatching\(4, of="blocks"\)` with `blocks.0`, a `Mixing`: .*`micro_batch_size=4`'
+        )
         with pytest.raises(IncompatibleError, match=f"{REASONS[kind]}") as refusal:
             model(batch)
         assert refusal.match(fix)

@@ -13,6 +13,7 @@ from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import (
+    ConfigurationError,
     ExactnessWarning,
     MemoryExhaustedError,
     MemsaveWarning,
@@ -42,6 +43,9 @@ PROBED_STEPS = 2
 def read_micro_batching(arguments: Arguments) -> MicroBatching | None:
     """Read micro-batches of batches; ``None`` for those of blocks."""
     wanted = arguments[MicroBatching.argument]
+    if isinstance(wanted, BlockMicroBatching):
+        fix = f'`micro_batch_size=MicroBatching({wanted.size}, of="blocks")`'
+        raise ConfigurationError(f"`{wanted!r}` is for a loop of your own. Write {fix}.")
     return None if BlockMicroBatching.from_value(wanted) else MicroBatching.from_value(wanted)
 
 

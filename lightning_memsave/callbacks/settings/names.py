@@ -19,8 +19,8 @@ _OF_OPTIMIZER = (
 INSTEAD: Mapping[str, str] = {
     "monitor": "Put `GPUMemoryMonitor(...)` beside `MemSaveCallback` in the Trainer's callbacks; "
     "nothing is measured with `report=False` and `predict=False`.",
-    "block_micro_batch_size": "Write `micro_batch_size=BlockMicroBatching(8)`; in YAML with "
-    "`class_path`.",
+    "block_micro_batch_size": 'Write `micro_batch_size=MicroBatching(8, of="blocks")`; in YAML '
+    "with `class_path`.",
     "eval_micro_batch_size": "Evaluation follows `micro_batch_size`; "
     "`micro_batch_size=MicroBatching(..., evaluation=False)` leaves it out.",
     "optimizer_kwargs": _OF_OPTIMIZER,

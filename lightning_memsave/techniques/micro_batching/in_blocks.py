@@ -50,7 +50,7 @@ class BlockMicroBatching(Technique[nn.Module]):
     first batch. Use it with `ActivationCheckpointing`, which then recomputes a few samples at a
     time: without it all activations exist until backward.
 
-    In a Trainer it is ``MemSaveCallback(micro_batch_size=BlockMicroBatching(1))``.
+    In a Trainer it is ``MemSaveCallback(micro_batch_size=MicroBatching(1, of="blocks"))``.
 
     Args:
         size: Samples that pass a block at once.
@@ -62,8 +62,9 @@ class BlockMicroBatching(Technique[nn.Module]):
     Note:
         Exactness is *rounding*: sums over the batch, as in gradients of weights, are computed in
         another order. With dropout other masks are drawn than for the whole batch. A block that
-        mixes samples, changes a buffer or returns what is not one entry per sample is refused in
-        its first forward pass. More limits are in docs/checkpointing_and_micro_batches.md.
+        mixes samples (batch normalisation in training), changes a buffer in forward, or returns
+        what is not one entry per sample (an auxiliary loss) is refused in its first forward pass,
+        with an `IncompatibleError`. Blocks that get a key-value cache run on the whole batch.
 
     Example:
         >>> model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)])
@@ -77,8 +78,8 @@ class BlockMicroBatching(Technique[nn.Module]):
 
     name: ClassVar[str] = "block_micro_batching"
     argument: ClassVar[str] = MicroBatching.argument
-    exactness: ClassVar[Exactness] = Exactness.ROUNDING
     why_not_compiled: ClassVar[str] = "for batches of one size"
+    exactness: ClassVar[Exactness] = Exactness.ROUNDING
 
     size: int
     _: KW_ONLY
@@ -96,7 +97,9 @@ class BlockMicroBatching(Technique[nn.Module]):
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
         """Read micro-batches of blocks; ``None`` for those of batches."""
-        return value if isinstance(value, cls) else None
+        if not isinstance(value, MicroBatching) or value.of != "blocks":
+            return None
+        return cls(value.micro_batch_size, blocks=value.blocks)  # type: ignore[arg-type]
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find blocks that are compiled, or changed already; the first batch shows if they mix."""
@@ -176,7 +179,7 @@ class _Chunks:
             return known
         if why := why_not_separable(block, run, args, kwargs, is_of_samples):
             name = type(block).__name__
-            what = f"`BlockMicroBatching({self.size})` with `{self.name}`, a `{name}`"
+            what = f'`MicroBatching({self.size}, of="blocks")` with `{self.name}`, a `{name}`'
             fix = (
                 f"Use `micro_batch_size={self.size}`, which splits the batch before it comes to "
                 "the model. Layers of torch need `batch_first=True`."

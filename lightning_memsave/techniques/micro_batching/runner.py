@@ -20,6 +20,7 @@ from lightning_memsave.core.out_of_memory import (
     is_out_of_memory,
     phase_in,
 )
+from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -89,6 +90,15 @@ class Splitting(Enum):
     PROVEN = auto()
 
 
+_SPLITTING = {
+    Splitting.GIVEN: (Splitting.GIVEN, Splitting.WHOLE, Splitting.UNPROVEN, Splitting.PROVEN),
+    Splitting.WHOLE: (),
+    Splitting.UNPROVEN: (Splitting.UNPROVEN, Splitting.PROVEN),
+    # Another dataloader's are not known yet, or a further batch has left none.
+    Splitting.PROVEN: (Splitting.PROVEN, Splitting.UNPROVEN, Splitting.GIVEN),
+}
+
+
 class PassPart(Protocol):
     """Runs forward and backward of one micro-batch."""
 
@@ -133,17 +143,21 @@ class MicroBatchRunner:
         """Why batches cannot be repeated: saving or restoring the module's state has failed."""
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
+    def _become(self, splitting: Splitting) -> None:
+        self.splitting = next_state(self.splitting, splitting, _SPLITTING)
+
     def keep_whole(self) -> None:
         """Repeat batches that run out of memory as they are."""
-        self.splitting = Splitting.WHOLE
+        self._become(Splitting.WHOLE)
 
     def require_proof(self) -> None:
         """Split no batch as long as there are no weightings."""
-        self.splitting = self._without_proof = Splitting.UNPROVEN
+        self._without_proof = Splitting.UNPROVEN
+        self._become(Splitting.UNPROVEN)
 
     def use(self, weightings: Sequence[Weighting], whole: frozenset[Path]) -> None:
         """Split by what a proof has found, if it has."""
-        self.splitting = Splitting.PROVEN if weightings else self._without_proof
+        self._become(Splitting.PROVEN if weightings else self._without_proof)
         self.weightings, self.whole = weightings, whole
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:

@@ -7,7 +7,9 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.blocks import BlockSelector, as_selectors
 from lightning_memsave.core.memory import is_fake
+from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.nested import sum_in_order
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique
@@ -26,6 +28,7 @@ from lightning_memsave.techniques.optimizer_step import all_in_backward, in_back
 Step: TypeAlias = Callable[[Any], Tensor]
 """Function of a batch that returns its loss, a mean over samples or tokens."""
 
+_OF = ("batches", "blocks")
 _HALF = (torch.float16, torch.bfloat16)
 _FIX = (
     "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; or "
@@ -43,6 +46,9 @@ class MicroBatching(Technique[Step]):
 
     Args:
         micro_batch_size: Samples per micro-batch, or ``"halve"``.
+        of: What is split: ``"batches"`` before they come to the model, or ``"blocks"``, in which
+            the batch passes a few samples at a time, as with `BlockMicroBatching`.
+        blocks: The repeated blocks, for ``of="blocks"``; ``None`` finds them.
         loss_weight: Weight of a micro-batch's loss, by the elements that the loss is a mean over:
             ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the same
             without the first of each sequence, as in causal language models; or a function of a
@@ -87,6 +93,8 @@ class MicroBatching(Technique[Step]):
 
     micro_batch_size: int | Literal["halve"] = "halve"
     _: KW_ONLY
+    of: Literal["batches", "blocks"] = "batches"
+    blocks: BlockSelector | Sequence[BlockSelector] | None = None
     loss_weight: LossWeight = "auto"
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     evaluation: bool | None = None
@@ -110,11 +118,46 @@ class MicroBatching(Technique[Step]):
                 f"`split_batch={self.split_batch!r}` is not a function. Pass a function of batch "
                 "and size that returns a list of batches."
             )
+        if self.of not in _OF:
+            raise ConfigurationError(
+                f"`of={self.of!r}` is not a valid value. {did_you_mean(str(self.of), _OF)}Use "
+                '`of="batches"` or `of="blocks"`.'
+            )
         if self.evaluation is not None and not isinstance(self.evaluation, bool):
             raise ConfigurationError(
                 f"`evaluation={self.evaluation!r}` is neither True, False nor `None`. Use "
                 "`evaluation=False` to evaluate whole batches."
             )
+        if problems := self._problems_of_blocks():
+            raise ConfigurationError.from_problems(type(self).__name__, problems)
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", as_selectors(self.blocks))
+
+    def _problems_of_blocks(self) -> list[Problem]:
+        if self.of == "batches":
+            why, fix = "batches are split before they come to the model", 'Write `of="blocks"` too.'
+            unused = self.blocks is not None
+            return [Problem(f"`blocks={self.blocks!r}`", why, fix)] if unused else []
+        whys = {}
+        if self.micro_batch_size == "halve":
+            whys["micro_batch_size"] = "a block runs on a number of samples that does not change"
+        if self.loss_weight != "auto":
+            whys["loss_weight"] = "the loss is that of the whole batch"
+        if self.split_batch is not None:
+            whys["split_batch"] = (
+                "the batch stays whole, and tensors in the arguments of blocks are split"
+            )
+        if self.evaluation is not None:
+            whys["evaluation"] = "blocks run in the same way in evaluation"
+        fixes = {"micro_batch_size": 'Write it, as in `MicroBatching(1, of="blocks")`.'}
+        return [
+            Problem(
+                f'`{name}={getattr(self, name)!r}` with `of="blocks"`',
+                why,
+                fixes.get(name, "Remove it."),
+            )
+            for name, why in whys.items()
+        ]
 
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
@@ -123,6 +166,9 @@ class MicroBatching(Technique[Step]):
 
     def check(self, target: Step) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing."""
+        if self.of == "blocks":
+            why, fix = "a step has no blocks", f"Use `BlockMicroBatching({self.micro_batch_size})`."
+            return [Problem('`MicroBatching(of="blocks")` in a loop', why, fix)]
         problems, fix = [], "Pass `module=model`"
         if self.micro_batch_size == "halve" and self.module is None:
             why = "to repeat a batch, gradients and buffers from before it must be restored"
@@ -261,6 +307,6 @@ def _updates_of(module: nn.Module | None) -> list[Any]:
 
 def size_of_batches(value: Any) -> Any:
     """Give the size of micro-batches that a value of the argument splits batches into."""
-    if isinstance(value, Technique):
-        return value.micro_batch_size if isinstance(value, MicroBatching) else None  # of blocks
+    if isinstance(value, MicroBatching):
+        return value.micro_batch_size if value.of == "batches" else None
     return "halve" if value == "auto" else value

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_memsave.core.memory import host_copies
+from lightning_memsave.core.states import next_state
 from lightning_memsave.techniques.flat_memory import shares_memory
 from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
@@ -18,8 +19,16 @@ from lightning_memsave.techniques.offloading.copies import Copies
 class Came(Enum):
     """What there is of a parameter's gradient on the host that the parameter does not have."""
 
+    NOTHING = auto()
     OLDER = auto()  # the one from before, as autograd is about to make another one
     NEW = auto()  # the one that backward has made, added to an older one
+
+
+_COMING = {
+    Came.NOTHING: (Came.OLDER, Came.NEW),
+    Came.OLDER: (Came.OLDER, Came.NEW),
+    Came.NEW: (Came.NEW,),
+}
 
 
 class Gradients:
@@ -35,7 +44,7 @@ class Gradients:
         self._leave_together = leave_together
         self._positions = {id(param): index for index, param in enumerate(params)}
         self._on_host: dict[int, Tensor] = {}
-        self._came: dict[int, Came] = {}  # by position
+        self._came: dict[int, Came] = {}  # by position; not in it: nothing
         self._nodes: list[Any] = []
 
     @property
@@ -71,7 +80,7 @@ class Gradients:
             with host_copies():
                 gradient.copy_(param.grad)
         param.grad = None
-        self._came[index] = Came.OLDER
+        self._note(index, Came.OLDER)
 
     def receive(self, param: nn.Parameter, copies: Copies) -> None:
         assert param.grad is not None, "hooks run when there is a gradient"
@@ -79,10 +88,13 @@ class Gradients:
         copies.begin_group(self)
         copies.to_host(self._memory_of_all()[index], param.grad, adds=index in self._came)
         param.grad = None
-        self._came[index] = Came.NEW
+        self._note(index, Came.NEW)
         num_new = sum(came is Came.NEW for came in self._came.values())
         if self._leave_together and num_new == sum(p.requires_grad for p in self._params):
             copies.begin_group(None)  # its weights leave, too
+
+    def _note(self, index: int, came: Came) -> None:
+        self._came[index] = next_state(self._came.get(index, Came.NOTHING), came, _COMING)
 
     def show(self) -> None:
         for index, came in self._came.items():

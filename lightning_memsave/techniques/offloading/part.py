@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
+from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.flat_memory import in_order, num_owners, shares_memory
 from lightning_memsave.techniques.host_memory import HostMemory
@@ -52,12 +53,27 @@ class Place(Enum):
     # From one to another: `send`, `enter`, `take_back`, `leave`, and `drop` or another type.
 
 
+_MOVES = {
+    Place.HOST: (Place.SENT,),
+    Place.SENT: (Place.SENT, Place.DEVICE, Place.HOST),
+    Place.DEVICE: (Place.TAKEN_BACK,),
+    Place.TAKEN_BACK: (Place.SENT,),
+}
+
+
 class Writes(Enum):
     """Whether it is known which parameters forward writes in ways that torch does not count."""
 
     UNKNOWN = auto()
     COMPARED = auto()  # in a training pass, whose weights are all compared with those on the host
     KNOWN = auto()  # a training pass has shown it
+
+
+_FINDINGS = {
+    Writes.UNKNOWN: (Writes.UNKNOWN, Writes.COMPARED, Writes.KNOWN),
+    Writes.COMPARED: (Writes.COMPARED, Writes.UNKNOWN),
+    Writes.KNOWN: (Writes.KNOWN,),
+}
 
 
 class Part:
@@ -104,6 +120,9 @@ class Part:
     @property
     def is_on_device(self) -> bool:
         return self._place in (Place.DEVICE, Place.TAKEN_BACK)
+
+    def _move(self, place: Place) -> None:
+        self._place = next_state(self._place, place, _MOVES)
 
     @property
     def is_updating(self) -> bool:
@@ -168,7 +187,8 @@ class Part:
             self._are_split.add(index)
         self._lower = {}
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
-        self._place = Place.HOST
+        if self._place is not Place.HOST:
+            self._move(Place.HOST)
 
     def note_change(self) -> None:
         """Note that weights have changed on the host, as kernels do it that torch does not see."""
@@ -219,7 +239,7 @@ class Part:
             for copy in self._on_device:
                 mark_as("parameter", copy)
             self._sole_owners = num_owners(self._on_device)
-        self._place = Place.SENT
+        self._move(Place.SENT)
         self._wait_for_copies = copies.to_device(self._on_device, self._to_send)
         self._sent = self._versions()
 
@@ -239,13 +259,13 @@ class Part:
             self._wait_for_copies = None
         for param, copy in zip(self.params, self._on_device, strict=True):
             param.data = copy
-        self._place = Place.DEVICE
+        self._move(Place.DEVICE)
         self._entered = [param._version for param in self.params]
 
     def watch_gradients(self) -> None:
         """Put gradients from before aside when autograd is about to add others to them."""
         if self._writes is not Writes.KNOWN:  # it copies all weights to the host
-            self._writes = Writes.COMPARED
+            self._writes = next_state(self._writes, Writes.COMPARED, _FINDINGS)
         self.gradients.watch()
 
     def leave(self) -> None:
@@ -253,16 +273,16 @@ class Part:
             return
         self.take_back()
         if self._writes is Writes.COMPARED:
-            self._writes = Writes.UNKNOWN
+            self._writes = next_state(self._writes, Writes.UNKNOWN, _FINDINGS)
         self.gradients.stop_watching()
         for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
-        self._place = Place.SENT
+        self._move(Place.SENT)
         self.drop()
 
     def know_writes(self) -> None:
         """Note that a training pass has shown which parameters forward writes unseen."""
-        self._writes = Writes.KNOWN
+        self._writes = next_state(self._writes, Writes.KNOWN, _FINDINGS)
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -270,7 +290,7 @@ class Part:
         """Take to the host what forward has written into weights on the device, before updates."""
         if self._place is not Place.DEVICE:
             return
-        self._place = Place.TAKEN_BACK
+        self._move(Place.TAKEN_BACK)
         found = [(i, self.params[i].data, self._to_send[i]) for i in self._find_written()]
         if not found:
             return
@@ -317,7 +337,7 @@ class Part:
             self._wait_for_copies()
             self._wait_for_copies = None
         self._on_device = []
-        self._place = Place.HOST
+        self._move(Place.HOST)
 
     def convert(self, changed: Iterable[Tensor] | None = None) -> None:
         versions = self._versions()
