@@ -270,6 +270,8 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     os.environ.update(environment)
     assert before.restore() == []
     started = [t for t in set(threading.enumerate()) - threads if not t.daemon]
+    if started:  # that of a model which is garbage ends with it
+        gc.collect()
     for thread in started:  # those of a pool that was told to stop may still be on their way out
         thread.join(timeout=5)
     assert [thread for thread in started if thread.is_alive()] == []

@@ -13,11 +13,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_memsave.errors import ConfigurationError
 
-BlockSelector: TypeAlias = (
-    str | type[nn.Module] | re.Pattern[str] | Callable[[str, nn.Module], bool]
-)
-"""A class name, ``"re:"`` and a regular expression over module names, a class, a compiled regular
-expression over module names, or a function of name and module."""
+BlockSelector: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+"""A class name, ``"re:"`` and a regular expression over module names, a class, or a function of the
+name and the module."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _TORCH_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -117,7 +115,7 @@ def as_selectors(selectors: BlockSelector | Sequence[BlockSelector]) -> tuple[Bl
 def _is_selector(selector: object) -> bool:
     if isinstance(selector, type):
         return issubclass(selector, nn.Module)
-    if isinstance(selector, str | re.Pattern):
+    if isinstance(selector, str):
         return bool(selector)
     return callable(selector) and not isinstance(selector, nn.Module)
 
@@ -125,7 +123,7 @@ def _is_selector(selector: object) -> bool:
 def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:
     if isinstance(selector, str) and not selector.startswith("re:"):
         return lambda _, module: any(c.__name__ == selector for c in type(module).__mro__)
-    if isinstance(selector, str | re.Pattern):
+    if isinstance(selector, str):
         pattern = _compile(selector)
         return lambda name, _: pattern.fullmatch(name) is not None
     if isinstance(selector, type):
@@ -144,9 +142,7 @@ def repeated_classes(model: nn.Module, limit: int = 8) -> str:
     return ", ".join(repeated)
 
 
-def _compile(selector: str | re.Pattern[str]) -> re.Pattern[str]:
-    if isinstance(selector, re.Pattern):
-        return selector
+def _compile(selector: str) -> re.Pattern[str]:
     try:
         return re.compile(selector.removeprefix("re:"))
     except re.error as error:

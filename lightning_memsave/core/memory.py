@@ -56,11 +56,7 @@ class MemoryBreakdown:
         return sum(self.by_category().values())
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes of each category under its name without the unit.
-
-        Returns:
-            For example ``{"parameter": 400, "buffer": 0, ...}``, in the order of the fields.
-        """
+        """Return the bytes by category, such as ``{"parameter": 400, "buffer": 0, ...}``."""
         return {
             f.name.removesuffix("_bytes"): getattr(self, f.name)
             for f in fields(self)
@@ -69,22 +65,11 @@ class MemoryBreakdown:
 
     @classmethod
     def from_categories(cls, by_category: Mapping[str, int]) -> Self:
-        """Make a breakdown from the result of ``by_category``.
-
-        Args:
-            by_category: Bytes under category names; missing ones are 0.
-
-        Returns:
-            The breakdown.
-        """
+        """Make a breakdown from the result of ``by_category``; missing categories are 0."""
         return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in by_category.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain values for JSON.
-
-        Returns:
-            ``total_bytes``, ``by_category`` and ``host_bytes``.
-        """
+        """Convert to plain values for JSON: ``total_bytes``, ``by_category``, ``host_bytes``."""
         return {
             "total_bytes": self.total_bytes,
             "by_category": self.by_category(),
@@ -93,17 +78,7 @@ class MemoryBreakdown:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """Restore a breakdown from the result of ``to_dict``.
-
-        Args:
-            found: The mapping, for example from a JSON file.
-
-        Returns:
-            The breakdown.
-
-        Raises:
-            KeyError: If ``by_category`` is missing.
-        """
+        """Restore a breakdown from the result of ``to_dict``, such as from a JSON file."""
         breakdown = cls.from_categories(found["by_category"])
         return replace(breakdown, host_bytes=found.get("host_bytes", 0))
 
@@ -114,9 +89,6 @@ class MemoryBreakdown:
 
     def __mul__(self, factor: float) -> "MemoryBreakdown":
         return MemoryBreakdown(*(round(getattr(self, f.name) * factor) for f in fields(self)))
-
-    def __rmul__(self, factor: float) -> "MemoryBreakdown":
-        return self * factor
 
     def __rich__(self) -> Table:
         table = Table("category", box=None, pad_edge=False)

@@ -57,6 +57,18 @@ def patch_method(
     return undo
 
 
+def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a replacement of the method of a name, which passes the name on to a function."""
+
+    def call(
+        owner: Any, *args: Any, _name: str = name, _function: Any = function, **rest: Any
+    ) -> Any:
+        return _function(owner, _name, *args, **rest)  # defaults: a closure would be refused
+
+    call.__name__ = name
+    return call
+
+
 def unpatch(owner: object) -> None:
     """Undo all patches of an object, such as a copy of a patched one, and this package's hooks."""
     attributes = vars(owner)

@@ -6,7 +6,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from lightning_memsave.core.trainer_facts import TrainerFacts
@@ -26,13 +25,7 @@ class Exactness(enum.Enum):
     """Other mathematics, judged by convergence."""
 
     def allows(self, other: "Exactness") -> bool:
-        """Return whether a technique with exactness ``other`` is allowed under this limit.
-
-        Args:
-            other: The exactness that the technique declares.
-
-        Returns:
-            True if ``other`` is at least as exact as this.
+        """Return whether ``other``, that of a technique, is at least as exact as this limit.
 
         Example:
             >>> Exactness.ROUNDING.allows(Exactness.BITWISE)
@@ -85,19 +78,14 @@ class Handle(Generic[TargetT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         try:
             self.undo()
-        except Exception as failure:
-            if exc is None:
+        except Exception as error:
+            if failure[1] is None:
                 raise
             # The first exception must not be hidden.
-            exc.add_note(f"Undoing it failed in part: {type(failure).__name__}: {failure}")
+            failure[1].add_note(f"Undoing it failed in part: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +107,6 @@ class Technique(ABC, Generic[TargetT]):
     name: ClassVar[str]
     """Registry key, name on the command line and anchor in the docs."""
     exactness: ClassVar[Exactness]
-    source: ClassVar[str]
-    """Its paper or project."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages that are imported when it is applied."""
     argument: ClassVar[str]
@@ -130,6 +116,8 @@ class Technique(ABC, Generic[TargetT]):
     examples: ClassVar[str] = "True"
     """Valid values of the argument other than an instance, for messages; empty: the class itself
     reads and refuses them."""
+    why_not_compiled: ClassVar[str] = ""
+    """Why modules that are compiled are refused; empty: they are not."""
     remedy: ClassVar[str] = ""
     """What to write where nothing is found to change."""
 
@@ -189,26 +177,18 @@ class Technique(ABC, Generic[TargetT]):
         """
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
-        """Find every conflict with a Trainer, before the model or the optimizer is changed.
+        """Find every conflict of an argument, as it is written, with a Trainer; changes nothing."""
+        return self.problems_of_compiled(facts.compiled)
 
-        Args:
-            facts: About the Trainer.
-            written: The argument as the user wrote it, for messages.
-
-        Returns:
-            All problems; none of a technique that works with every Trainer.
-        """
-        return []
+    def problems_of_compiled(self, name: str) -> list[Problem]:
+        """Refuse a module that is compiled, by its name; empty for none."""
+        if not (name and self.why_not_compiled):
+            return []
+        fix = f"Do not compile it, or set `{self.argument}=None`."
+        return [Problem(f"`{name}`", f"it is compiled, {self.why_not_compiled}", fix)]
 
     def is_served(self, target: TargetT) -> bool:
-        """Return whether a target has what is asked for without any change.
-
-        Args:
-            target: The target of ``apply``.
-
-        Returns:
-            False, unless the technique knows better.
-        """
+        """Return whether a target has what is asked for without any change."""
         return False
 
     def apply(self, target: TargetT) -> Handle[TargetT]:

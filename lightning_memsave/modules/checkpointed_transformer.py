@@ -52,8 +52,7 @@ def check_arguments(owner: str, arguments: Mapping[str, Any]) -> Recipe | None:
         )
     problems += _memsave_problems(arguments["memsave"])
     if problems:
-        error = ConfigurationError.from_problems(owner, problems)
-        raise error
+        raise ConfigurationError.from_problems(owner, problems)
     return recipe
 
 
@@ -230,14 +229,7 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps):
         frame: types.FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save the arguments of a subclass, beside those of this class.
-
-        Args:
-            args: As for any LightningModule.
-            ignore: As for any LightningModule.
-            frame: As for any LightningModule.
-            logger: As for any LightningModule.
-        """
+        """Save the arguments of a subclass, as any LightningModule, beside those of this class."""
         frame = frame or cast(types.FrameType, inspect.currentframe()).f_back
         ignored = [ignore] if isinstance(ignore, str) else [*(ignore or ())]
         theirs = [a for a in args if not isinstance(a, str) or a not in self._plain]

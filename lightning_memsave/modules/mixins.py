@@ -57,10 +57,6 @@ class MemSaveMixin:
 
         They are the same objects for each Trainer and stage, and are not added if the Trainer
         already has a `MemSaveCallback`. An override must call ``super()``.
-
-        Returns:
-            The callbacks of the base classes, and a `MemSaveCallback`, a `GPUMemoryMonitor`, or
-            both.
         """
         inherited = cast(Any, super()).configure_callbacks()
         callbacks = [*inherited] if isinstance(inherited, Sequence) else [inherited]

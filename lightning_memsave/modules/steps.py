@@ -162,17 +162,7 @@ class TransformerSteps:
     max_steps: int | None
 
     def forward(self, **inputs: Any) -> Any:
-        """Run the model.
-
-        Args:
-            inputs: Arguments of the model, such as ``input_ids`` and ``attention_mask``.
-
-        Returns:
-            Its output.
-
-        Raises:
-            IncompatibleError: If there is no model.
-        """
+        """Run the model on its arguments, such as ``input_ids`` and ``attention_mask``."""
         if self.model is None:
             what = f"`{type(self).__name__}` without `model`"
             fix = "Pass `model`, or set `self.model` after `super().__init__()`."
@@ -180,15 +170,7 @@ class TransformerSteps:
         return cast(Any, self.model)(**inputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute the loss of a batch and log it.
-
-        Args:
-            batch: A dictionary with ``labels``.
-            batch_idx: Not used.
-
-        Returns:
-            The loss; nothing else of the output is kept.
-        """
+        """Compute the loss of a dictionary with ``labels``, and log it; nothing else is kept."""
         loss: Tensor = self(**self._inputs(batch)).loss
         self.log("train_loss", loss, prog_bar=True)
         if self.task in LM_TASKS:
@@ -198,33 +180,15 @@ class TransformerSteps:
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Measure loss, perplexity and accuracy.
-
-        Args:
-            batch: A dictionary with ``labels``.
-            batch_idx: Not used.
-        """
+        """Measure loss, perplexity and accuracy of a dictionary with ``labels``."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Measure loss, perplexity and accuracy.
-
-        Args:
-            batch: A dictionary with ``labels``.
-            batch_idx: Not used.
-        """
+        """Measure loss, perplexity and accuracy of a dictionary with ``labels``."""
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute logits.
-
-        Args:
-            batch: A dictionary; its ``labels`` are not used.
-            batch_idx: Not used.
-
-        Returns:
-            Logits: (batch, tokens, vocabulary) or (batch, classes).
-        """
+        """Compute logits: (batch, tokens, vocabulary) or (batch, classes)."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits: Tensor = self(**inputs, **self._without_cache()).logits
         return logits
@@ -259,11 +223,7 @@ class TransformerSteps:
         return {"use_cache": False} if self.task == "causal_lm" else {}
 
     def configure_optimizers(self) -> Any:
-        """Create AdamW with two parameter groups, and the schedule.
-
-        Returns:
-            Both, in the form that Lightning expects.
-        """
+        """Create AdamW with two parameter groups, and the schedule."""
         optimizer = AdamW(
             weight_decay_groups(cast(nn.Module, self), self.weight_decay),
             lr=self.learning_rate,

@@ -11,9 +11,9 @@ ALIGNMENT_BYTES = 512
 _PIECE = "_memsave_piece"
 
 
-def aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Round a size up to where the next tensor may begin."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-num_bytes // alignment) * alignment
 
 
 def note_piece(tensor: Tensor, piece: Tensor, offset: int) -> None:

@@ -139,16 +139,8 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
 
 
 def _step_others(optimizer: Optimizer, done: list[nn.Parameter]) -> None:
-    own = vars(optimizer)
-    found_inf = own.get("found_inf")
-    if isinstance(found_inf, torch.Tensor):  # a sum over devices, while kernels look for 1
-        own["found_inf"] = found_inf.clamp(max=1.0)
-    try:
-        with with_attribute(done, "grad", None):
-            step_without_hooks(optimizer)
-    finally:
-        if found_inf is not None:
-            own["found_inf"] = found_inf
+    with scaling(optimizer), with_attribute(done, "grad", None):
+        step_without_hooks(optimizer)
 
 
 def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -183,15 +175,17 @@ def around_step(
         if closure is None:
             before(optimizer)
             return None
-        closure = functools.partial(_call_both, closure, functools.partial(before, optimizer))
-        if len(args) > 1:
-            return (args[0], closure, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure}
+
+        def run() -> Any:
+            result = closure()
+            before(optimizer)
+            return result
+
+        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {"closure": run})
 
     undo = [optimizer.register_step_pre_hook(pre_hook).remove]
     if after is not None:
-        post_hook = functools.partial(_call_with_optimizer, after)
-        undo.append(optimizer.register_step_post_hook(post_hook).remove)
+        undo.append(optimizer.register_step_post_hook(lambda owner, *_: after(owner)).remove)
     return [*undo, functools.partial(_forget, optimizer)]
 
 
@@ -202,16 +196,6 @@ def around_all_steps(
         register_optimizer_step_pre_hook(before).remove,
         register_optimizer_step_post_hook(after).remove,
     ]
-
-
-def _call_both(closure: Callable[[], Any], function: Callable[[], None]) -> Any:
-    result = closure()
-    function()
-    return result
-
-
-def _call_with_optimizer(function: Hook, optimizer: Optimizer, *_: object) -> None:
-    function(optimizer)
 
 
 ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -435,13 +419,14 @@ def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def scaling_on_host(optimizer: Optimizer) -> Iterator[None]:
-    """Let what a ``GradScaler`` gives to fused optimizers be on the host inside, once landed."""
+def scaling(optimizer: Optimizer, *, is_on_host: bool = False) -> Iterator[None]:
+    """Let what a ``GradScaler`` gives to fused optimizers be what kernels read, where they run."""
     own = vars(optimizer)
     before = {
         k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)
     }
-    own.update({name: value.cpu() for name, value in before.items()})
+    if is_on_host:  # once landed
+        own.update({name: value.cpu() for name, value in before.items()})
     if "found_inf" in before:  # a sum over devices, while kernels look for 1
         own["found_inf"] = own["found_inf"].clamp(max=1.0)
     try:

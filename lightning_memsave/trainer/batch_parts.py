@@ -1,7 +1,8 @@
-"""Run the micro-batches of a training batch, with the result of the whole batch."""
+"""Run the micro-batches of a batch, with the result of the whole batch."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -9,7 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import map_tensors, merge_outputs, sum_in_order
 from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.patching import named, patch_method, previous_method
+from lightning_memsave.core.technique import undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.trainer.distributed import broadcast_buffers
 from lightning_memsave.trainer.hooks import FreedGradients, GradientVersions
 from lightning_memsave.trainer.logged_values import LoggedValues
 from lightning_memsave.trainer.trainer import is_strategy
@@ -136,3 +140,40 @@ def scaled(result: Any, factor: float) -> Any:
 
 def without_outputs(result: Any) -> Any:
     return type(result)(result.closure_loss)
+
+
+RunStep = Callable[[Any], Any]
+RunBatch = Callable[[Any, Any, RunStep, LoggedValues, tuple[Any, ...]], Any]
+"""Returns the output of a batch, from the Trainer, the batch, the step of a micro-batch, the logged
+values, and the name of the step with the DataLoader index, if there are several."""
+
+# Attribute of a strategy whose steps are replaced: its Trainer and the function that runs batches.
+_RUNS = "_memsave_run_evaluation_batch"
+
+
+def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], None]:
+    strategy = trainer.strategy
+    vars(strategy)[_RUNS] = (trainer, run_batch)
+    undo = [patch_method(strategy, function) for function in _STEPS]
+    undo.append(lambda: vars(strategy).pop(_RUNS, None))
+    return functools.partial(undo_all, undo)
+
+
+def _run(strategy: Any, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    step = functools.partial(_step, previous_method(strategy, name), args, kwargs)
+    # If the step takes the dataloader iterator itself, there is no batch to split.
+    if _RUNS not in vars(strategy) or isinstance(batch, Iterator):
+        return step(batch)
+    trainer, run_batch = vars(strategy)[_RUNS]
+    broadcast_buffers(trainer)  # DDP would do it in the first micro-batch, and in each repetition
+    with LoggedValues(trainer) as logged:
+        output = run_batch(trainer, batch, step, logged, (name, *args[1:]))
+        logged.flush()
+    return output
+
+
+def _step(method: Callable[..., Any], args: Any, kwargs: Any, batch: Any) -> Any:
+    return method(batch, *args, **kwargs)
+
+
+_STEPS = [named(name, _run) for name in ("validation_step", "test_step", "predict_step")]

@@ -1,12 +1,11 @@
 """The private names of torch, Lightning and transformers that are used here, checked at setup."""
 
-import contextlib
-import dis
 import functools
 import importlib.metadata
+import re
 import sys
-import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_memsave.errors import Problem
@@ -165,30 +164,13 @@ def _has(trainer: Any, owner: str, name: str) -> bool:
     return hasattr(found, name) or (isinstance(found, type) and _is_set_by(found, name))
 
 
-# What objects have, and their class has not: a function of the class sets it.
+# What objects have, and their class has not: its source sets it.
 @functools.cache
 def _is_set_by(cls: type[Any], name: str) -> bool:
-    found = [value for base in cls.__mro__ for value in vars(base).values()]
-    found += [value.fset for value in found if isinstance(value, property)]
-    return any(_sets(code, name) for value in found for code in _codes_of(value))
-
-
-# torch.compile, DeepSpeed and others put functions around `Module.__init__`.
-def _codes_of(function: Any, depth: int = 4) -> Iterator[types.CodeType]:
-    if isinstance(function, types.FunctionType):
-        yield function.__code__
-        for cell in (function.__closure__ or ()) if depth else ():
-            with contextlib.suppress(ValueError):  # it is empty
-                yield from _codes_of(cell.cell_contents, depth - 1)
-
-
-def _sets(code: types.CodeType, name: str) -> bool:
-    if name in code.co_consts:  # of `setattr`
-        return True
-    found = dis.get_instructions(code) if name in code.co_names else ()
-    if any((each.opname, each.argval) == ("STORE_ATTR", name) for each in found):
-        return True
-    return any(_sets(each, name) for each in code.co_consts if isinstance(each, types.CodeType))
+    files = {getattr(sys.modules[base.__module__], "__file__", "") for base in cls.__mro__}
+    texts = [Path(file).read_text("utf-8") for file in files if file.endswith(".py")]
+    is_set = re.compile(rf"(^ +|\.){name}(:| =) |[\"']{name}[\"']", re.MULTILINE)
+    return any(map(is_set.search, texts))
 
 
 def _problem(path: str, package: str, argument: str) -> Problem:

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from lightning_memsave.core.patching import patch_method
+from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import Problem
 
 CallbackT = TypeVar("CallbackT")
@@ -63,7 +64,7 @@ def leave_device(trainer: Any, pl_module: Any) -> None:
     for parameter in pl_module.parameters():
         parameter.grad = None
     # Sharded strategies hold the shards themselves.
-    if not is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+    if not is_strategy(trainer, *SHARDED):
         pl_module.cpu()
 
 

@@ -426,12 +426,9 @@ class TestResume:
         trainer.save_checkpoint(path)
         saved = torch.load(path, weights_only=True)
         (state,) = saved["optimizer_states"]
-        for spoiled, message in (
-            ({0: state}, "`optimizer_states` is a dict"),
-            ([{**state, "param_groups": None}], "`param_groups` is a NoneType"),
-        ):
+        for spoiled in ({0: state}, [{**state, "param_groups": None}]):
             torch.save(saved | {"optimizer_states": spoiled}, path)
-            with pytest.raises(IncompatibleError, match=message):
+            with pytest.raises(IncompatibleError, match="it cannot be read"):
                 fit(module_class(package)(adamw), technique, package, ckpt_path=path)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_memsave.cli.main import main
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import NESTED
-from lightning_memsave.techniques.optimizer_step import COMPENSATION, SEED
+from lightning_memsave.techniques.optimizer_step import COMPENSATION
 from tests.cli.shell import message_of
 
 
@@ -125,7 +125,6 @@ class TestConvert:
             (lambda: with_state(step="x"), EARLIER),
             (lambda: with_state(step=torch.ones(3)), EARLIER),
             (lambda: with_state(bogus="x"), AS_IT_IS),
-            (lambda: with_state(**{SEED: -1}), EARLIER),
             (lambda: with_state(**{COMPENSATION: torch.ones(3)}), EARLIER),
         ],
     )
@@ -145,7 +144,6 @@ class TestConvert:
             ("absmax1", torch.ones(1)),
             ("qmap1", torch.ones(3)),
             (NESTED, "x"),
-            (SEED, "x"),
             (COMPENSATION, 3),
         ],
         ids=lambda value: str(value)[:20],

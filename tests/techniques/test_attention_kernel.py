@@ -139,25 +139,18 @@ def test_copies_are_on_their_own():
     assert loaded.config._attn_implementation == "sdpa"
 
 
-class TestSaid:
-    def test_no_less_than_it_says_is_saved(self):
-        model, ids = bert(), torch.zeros(1, 300, dtype=torch.long)
+def test_scores_are_not_saved():
+    model, ids = bert(), torch.zeros(1, 300, dtype=torch.long)
 
-        def step_bytes() -> int:
-            with PeakMemory(model) as peak:
-                model(ids).logits.sum().backward()
-            model.zero_grad()
-            return peak.allocated_bytes
+    def step_bytes() -> int:
+        with PeakMemory(model) as peak:
+            model(ids).logits.sum().backward()
+        model.zero_grad()
+        return peak.allocated_bytes
 
-        before = step_bytes()
-        with AttentionKernel().apply(model) as handle:
-            said = "no scores: at least 2.75 MiB less for a sample of 300 tokens in float32"
-            assert said in handle.summary
-            assert before - step_bytes() >= 4 * 2 * 4 * 300**2
-
-    def test_dropout_on_a_cpu(self):
-        model = bert(attention_probs_dropout_prob=0.1)
-        assert "(on a GPU no scores" in AttentionKernel("sdpa").apply(model).summary
+    before = step_bytes()
+    with AttentionKernel().apply(model):
+        assert before - step_bytes() >= 4 * 2 * 4 * 300**2
 
 
 def test_works_on_models_inside_of_others():

@@ -11,7 +11,7 @@ from torch.nn import functional
 from benchmarks.launches._count import StepCounter
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.chunked_cross_entropy import call, chunks, tiles, wide_products
+from lightning_memsave.techniques.chunked_cross_entropy import call, chunks, wide_products
 from lightning_memsave.techniques.chunked_cross_entropy.call import LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 from tests.helpers import in_pairs, nothing_waits
@@ -85,7 +85,7 @@ LABELLED = [1.0, 0.95, 0.3]
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is chosen by device, as on each of them; the products are those of the CPU."""
     if request.param == "as on CUDA":
-        for module in (call, chunks, tiles, wide_products):
+        for module in (call, chunks, wide_products):
             monkeypatch.setattr(module, "on_cuda", lambda tensor: True)
 
 

@@ -283,17 +283,3 @@ def test_one_optimizer_that_keeps_several_kinds_of_state_stays_as_it_is():
     state[0] = {"momentum_buffer": state[0]["exp_avg"]}
     with pytest.raises(IncompatibleError, match=r"several kinds \(adam, momentum\)"):
         convert_optimizer_states(checkpoint, "8bit")
-
-
-@pytest.mark.parametrize(
-    ("states", "message"),
-    [
-        ({0: {}}, "`optimizer_states` is a dict"),
-        ([[]], "it is a list"),
-        ([{"state": {}, "param_groups": [{}]}], r"`param_groups\[0\]` has no `params`"),
-    ],
-)
-@pytest.mark.parametrize("to", ["8bit", "32bit"])
-def test_what_is_no_optimizer_state_is_refused_in_words(states, message, to):
-    with pytest.raises(IncompatibleError, match=message):
-        convert_optimizer_states({"state_dict": {}, "optimizer_states": states}, to)

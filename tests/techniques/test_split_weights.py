@@ -13,7 +13,7 @@ from lightning_memsave.core.memory import emulating_cuda, is_host, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
-from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
+from lightning_memsave.techniques.offloading.part import join_weight, split_weight
 from tests.cases import make_batch
 from tests.helpers import assert_same, in_pairs
 from tests.techniques.test_offloaded_updates_in_backward import KINDS, Run

@@ -92,7 +92,6 @@ def test_a_missing_name_is_refused_before_anything_is_changed(row, name, monkeyp
         ("torch.utils._python_dispatch", "_disable_current_modes"),
         ("lightning.pytorch.trainer.connectors.data_connector", "_process_dataloader"),
         ("lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization", "_make_closure"),
-        ("lightning.pytorch.loops.optimization.automatic:Closure", "__init__"),
         ("torch.amp:GradScaler", "_unscale_grads_"),
     ],
 )
@@ -100,13 +99,10 @@ def test_a_name_that_is_taken_away_is_missed(owner, name, monkeypatch):
     module, _, path = owner.partition(":")
     found = importlib.import_module(module)
     trainer = make_trainer(lightning.pytorch)
-    private_names._is_set_by.cache_clear()
     monkeypatch.delattr(getattr(found, path) if path else found, name)
     problems = check_names(trainer, ALL)
-    private_names._is_set_by.cache_clear()
     missing = {problem.what.strip("`").rpartition(".")[2] for problem in problems}
-    expected = {"_step_fn", "_backward_fn", "_zero_grad_fn"} if name == "__init__" else {name}
-    assert missing == expected
+    assert missing == {name}
 
 
 def test_the_other_package_is_named_by_its_own_name(monkeypatch):
@@ -132,19 +128,6 @@ def test_what_is_not_loaded_is_not_missed(monkeypatch):
     rows = (private_names.Names("transformers.no_such_module:Thing", "_name"),)
     monkeypatch.setattr(private_names, "NAMES", rows)
     assert check_names(make_trainer(lightning.pytorch), ALL) == []
-
-
-def test_what_replaces_a_function_hides_no_name(monkeypatch):
-    """`torch.compile` puts its own function around `Module.__init__`, for all that follows."""
-    init = nn.Module.__init__
-
-    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-
-    monkeypatch.setattr(nn.Module, "__init__", marked)
-    private_names._is_set_by.cache_clear()
-    assert check_names(make_trainer(lightning.pytorch), ALL) == []
-    private_names._is_set_by.cache_clear()
 
 
 def test_tested_versions_are_those_that_are_installed_for_tests():

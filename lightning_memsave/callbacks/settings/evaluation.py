@@ -27,7 +27,7 @@ from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Pr
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
-from lightning_memsave.trainer.evaluation import RunStep, split_evaluation_batches
+from lightning_memsave.trainer.batch_parts import RunStep, split_evaluation_batches
 from lightning_memsave.trainer.logged_values import LoggedValues, combined
 from lightning_memsave.trainer.trainer import is_strategy
 

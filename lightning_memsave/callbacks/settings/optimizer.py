@@ -13,7 +13,6 @@ from lightning_memsave.callbacks.settings.setting import (
 from lightning_memsave.core.patching import previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
-from lightning_memsave.techniques.low_bit_optimizer.state_checks import check_type
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.offloading.technique import trains_offloaded
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
@@ -75,7 +74,6 @@ class OptimizerSetting(OptimizerTechniqueSetting):
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
     """Load optimizer states as the strategy does, after translating them between 32 and 8 bits."""
     states = checkpoint.get("optimizer_states", [])
-    check_type(states, Sequence, "`optimizer_states`")
     translated = [
         convert_state_dict(state, optimizer)
         for state, optimizer in zip(states, self.optimizers, strict=False)

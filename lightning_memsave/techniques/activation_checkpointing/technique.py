@@ -93,25 +93,18 @@ class ActivationCheckpointing(Technique[nn.Module]):
             next 4 as ``"selective"``, and leaves the others as they are; `plan_memory` finds such
             numbers.
         blocks: Selectors of blocks: class names, classes, ``"re:..."`` regular expressions
-            over module names, compiled expressions, or functions of name and module. ``None`` finds
-            them: see `find_blocks`.
+            over module names, or functions of name and module. ``None`` finds them: see
+            `find_blocks`.
 
     Raises:
         ConfigurationError: If ``which`` or ``blocks`` is none of these.
 
     Note:
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
-        the same state, and buffers that a block changes in ``forward`` are changed once. Hugging
-        Face models are trained with ``use_cache=False``, and are equal to that: they return
-        ``past_key_values=None`` in training; if a model inside another one must return a cache, as
-        in Pi0, its blocks run without checkpointing, with a warning. Blocks that checkpoint
-        themselves are skipped. A block whose forward uses state outside of torch (a Python counter,
-        random numbers of Python or numpy, its own ``torch.Generator``) is not repeatable and must
-        not be checkpointed. A block that changes a tensor argument in place is refused; under
-        ``torch.func`` blocks run without checkpointing, with a warning. Hooks on modules inside a
-        block run again in backward. ``"selective"`` is refused for blocks with ``inplace=True``
-        layers, which would overwrite the saved outputs; for other in-place changes torch raises an
-        error.
+        the same state, and buffers that a block changes in ``forward`` are changed once. A block
+        must compute the same twice: without state outside of torch, and without a change of its
+        arguments in place. Hugging Face models are trained with ``use_cache=False``. More limits
+        are in docs/checkpointing_and_micro_batches.md.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -135,7 +128,6 @@ class ActivationCheckpointing(Technique[nn.Module]):
         Offer("recompute all blocks", "all", "about 1/3 more compute", 1 / 3),
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    source: ClassVar[str] = "Chen et al. (2016), arXiv:1604.06174"
 
     which: str | int = "all"
     _: KW_ONLY
@@ -243,13 +235,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         )
 
     def kinds_of(self, blocks: Sequence[T]) -> list[tuple[T, str]]:
-        """Say how each checkpointed block is recomputed.
-
-        Args:
-            blocks: All blocks, in order.
-
-        Returns:
-            The checkpointed ones, each with ``"full"``, ``"nested"`` or ``"selective"``.
+        """Say of all blocks, in order, which are checkpointed, and how.
 
         Example:
             >>> ActivationCheckpointing("full:1,selective:1").kinds_of(["a", "b", "c"])

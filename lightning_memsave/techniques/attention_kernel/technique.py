@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import ConfigurationError, MemsaveWarning, NoEffectWarning, Problem
-from lightning_memsave.units import format_bytes
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _KERNELS = ("sdpa", *_FLASH, "flex_attention")
@@ -42,21 +41,11 @@ class AttentionKernel(Technique[nn.Module]):
         ConfigurationError: If ``kernel`` is none of these.
 
     Note:
-        Exactness is *rounding*: sums are computed in another order. With dropout on the scores,
-        other random masks are drawn. For queries whose keys are all masked, such as padding on the
-        left in a decoder, kernels give different outputs. Hugging Face's causal loss depends on
-        them, as the first real token is predicted from the padding before it: set the label of that
-        token to -100, or pad on the right. A warning is shown for the first such batch.
-
-        Unchanged, with the reason in ``Handle.skipped``: models whose class does not support the
-        kernel, models that return attention weights (``config.output_attentions``), GPT-2 with
-        ``reorder_and_upcast_attn``, models that use such a kernel already, and models of other
-        libraries. A model that is called with ``output_attentions=True`` (or, in old versions of
-        transformers, ``head_mask``) returns to its former kernel from that call on, with a warning.
-        A submodule that is not a model of transformers, such as the encoder inside BERT, is not
-        watched: called directly, it returns ``None`` for attention weights.
-
-        On fake tensors all kernels are predicted as ``"sdpa"``, which saves as much for backward.
+        Exactness is *rounding*: sums are computed in another order, and with dropout on the scores
+        other random masks are drawn. Models that do not support the kernel stay unchanged, with the
+        reason in ``Handle.skipped``. A model that is called with ``output_attentions=True`` returns
+        to its former kernel from that call on, with a warning. More limits, such as padding on the
+        left, are in docs/techniques.md.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -80,10 +69,6 @@ class AttentionKernel(Technique[nn.Module]):
         Offer("attention with sdpa", "sdpa", "nothing; mostly faster"),
     )
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = (
-        "Dao et al. (2022), FlashAttention: Fast and Memory-Efficient Exact Attention with "
-        "IO-Awareness, arXiv:2205.14135"
-    )
 
     kernel: str = "sdpa"
 
@@ -98,14 +83,9 @@ class AttentionKernel(Technique[nn.Module]):
         return cls(value) if isinstance(value, str) else super().from_value(value)
 
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why the kernel cannot be used; changes nothing.
+        """Find missing packages, and dropout with ``"flex_attention"``; changes nothing.
 
-        Args:
-            target: The model, or what it is in.
-
-        Returns:
-            Missing packages, and dropout with ``"flex_attention"``, which does not support it. A
-            model that does not support the kernel is not a problem: it stays unchanged.
+        A model that does not support the kernel is not a problem: it stays unchanged.
         """
         parts = _find_parts(target)
         _, problems = self._set(parts)
@@ -114,14 +94,7 @@ class AttentionKernel(Technique[nn.Module]):
         return problems
 
     def is_served(self, target: nn.Module) -> bool:
-        """Return whether a model has such a kernel already.
-
-        Args:
-            target: The model, or what it is in.
-
-        Returns:
-            True if one needs no change; any fused kernel serves as ``"sdpa"``.
-        """
+        """Return whether a model has such a kernel already; any fused one serves as ``"sdpa"``."""
         return any(part.has(self.kernel) for part in _find_parts(target))
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
@@ -137,9 +110,7 @@ class AttentionKernel(Technique[nn.Module]):
             models = [m for m in root.modules() if _is_model(m) and _BEFORE not in vars(m)]
             undo += [_watch(model, before) for model in models]
         lines = [f"{part}: {part.before} -> {part.kernel}" for part in changed]
-        saved = [_scores_left_out(part) for part in changed]
-        said = (f"{line} ({s})" if s else line for line, s in zip(lines, saved, strict=True))
-        return Handle(target, lines, skipped, undo, "; ".join(said))
+        return Handle(target, lines, skipped, undo)
 
     def _set(self, parts: "list[_Part]") -> tuple[list[str], list[Problem]]:
         """Set the kernel where that works; return why not elsewhere, and what the machine lacks."""
@@ -261,20 +232,6 @@ def _problems_of_dropout(part: _Part) -> list[Problem]:
         )
         for name, rate in _attention_dropouts(part)
     ]
-
-
-def _scores_left_out(part: _Part) -> str:
-    """Describe the memory of the scores that eager attention saves and the kernel does not."""
-    names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    sizes: list[Any] = [getattr(part.config, name, None) for name in names]
-    if part.before != "eager" or not all(isinstance(size, int) and size > 0 for size in sizes):
-        return ""
-    num_layers, num_heads, length = sizes
-    saved = format_bytes(4 * num_layers * num_heads * length**2)
-    # On a CPU torch has no fused kernel with dropout.
-    is_partial = part.kernel == "sdpa" and _attention_dropouts(part)
-    where = "on a GPU " if is_partial else ""
-    return f"{where}no scores: at least {saved} less for a sample of {length:,} tokens in float32"
 
 
 # Encoders and decoders of the T5 family have one rate for all of their dropout.

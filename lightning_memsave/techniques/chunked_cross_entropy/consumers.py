@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     chunks_of_logits,
+    tiled_argmax,
     without_autograd,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 from lightning_memsave.techniques.chunked_cross_entropy.products import Layout, Part, is_plain
-from lightning_memsave.techniques.chunked_cross_entropy.tiles import tiled_argmax
 
 _LATER = ("size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
@@ -70,16 +70,16 @@ def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
     num_rows = len(operands.inputs[0] if rows is None else rows)
     found = torch.empty(num_rows, dtype=torch.int64, device=product.device)
     call = Call(operands, found, rows, None, LossSettings(chunk_size=product.settings.chunk_size))
+
+    def rounded(logits: Tensor) -> Tensor:  # to the type of the logits, to keep ties
+        return logits.to(product.dtype).to(part.dtype)
+
     if operands.host is not None:
-        found = tiled_argmax(call, lambda logits: logits.to(product.dtype).to(part.dtype)).view(
-            lead
-        )
-        return found.unsqueeze(dim) if keepdim else found
-    with without_autograd(call):
-        for chunk in chunks_of_logits(call):
-            # Rounded to the type of the logits, to keep ties.
-            rounded = chunk.logits.to(product.dtype).to(part.dtype)
-            found[chunk.place] = rounded.argmax(1)
+        found = tiled_argmax(call, rounded)
+    else:
+        with without_autograd(call):
+            for chunk in chunks_of_logits(call):
+                found[chunk.place] = rounded(chunk.logits).argmax(1)
     found = found.view(lead)
     return found.unsqueeze(dim) if keepdim else found
 

@@ -1,6 +1,7 @@
 """Cross-entropy of a linear layer without its outputs, as one autograd node."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,14 @@ from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on
 from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
-from lightning_memsave.techniques.chunked_cross_entropy.chunks import Gradients, Results, run
-from lightning_memsave.techniques.chunked_cross_entropy.tied_embedding import share_gradient
-from lightning_memsave.techniques.chunked_cross_entropy.tiles import tiled_gradients, tiled_losses
-from lightning_memsave.techniques.host_weight import HostWeight
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
+    Gradients,
+    Results,
+    run,
+    tiled_gradients,
+    tiled_losses,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.heads import share_gradient
 
 # N rows of D features, M of them with a label; V classes.
 
@@ -124,8 +129,8 @@ def linear_cross_entropy(
     apply: Any = _LinearCrossEntropy.apply  # untyped in torch
     loss: Tensor = apply(
         settings,
-        (operands.autocast_dtype, operands.scale, chosen is None),
-        (operands.host, operands.classes),
+        replace(operands, inputs=(), weights=(), bias=None, shift=None),
+        chosen is None,
         torch.is_grad_enabled(),
         *(target, rows, class_weight, operands.shift),
         *tensors,
@@ -142,14 +147,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         settings: LossSettings,
-        kind: tuple[torch.dtype | None, float, bool],
-        place: tuple[HostWeight | None, slice | None],
+        form: Operands,
+        has_ignored: bool,
         is_grad_enabled: bool,
         *tensors: Tensor | None,
     ) -> Tensor:
-        ctx.settings, ctx.kind, ctx.place = settings, kind, place
+        ctx.settings, ctx.form, ctx.has_ignored = settings, form, has_ignored
         ctx.ready = ctx.normalizers = None
-        host, _ = place
+        host = form.host
         # Hooks on saved tensors may copy them, and the host's weight is large.
         ctx.save_for_backward(*(None if host and t is host.weight else t for t in tensors))
         ctx.set_materialize_grads(False)
@@ -223,11 +228,9 @@ def _run(call: Call, needs: tuple[bool, ...] = (), *, has_normalizers: bool) -> 
 def _call_of(ctx: Any, tensors: tuple[Any, ...]) -> Call:
     target, rows, class_weight, shift, *rest, bias = tensors
     inputs, weights = tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :])
-    autocast_dtype, scale, has_ignored = ctx.kind
-    host, classes = ctx.place
-    weights = weights if host is None else (host.weight,)
-    operands = Operands(inputs, weights, bias, autocast_dtype, scale, shift, host, classes)
-    return Call(operands, target, rows, class_weight, ctx.settings, has_ignored)
+    weights = weights if ctx.form.host is None else (ctx.form.host.weight,)
+    operands = replace(ctx.form, inputs=inputs, weights=weights, bias=bias, shift=shift)
+    return Call(operands, target, rows, class_weight, ctx.settings, ctx.has_ignored)
 
 
 # The weight of a row in the loss, as two factors, the second one a power of two. Gradients are

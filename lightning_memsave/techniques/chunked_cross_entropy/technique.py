@@ -12,9 +12,13 @@ from lightning_memsave.core.patching import is_patched_with, patch_method, previ
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy import tied_embedding
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
-from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads, read_head
+from lightning_memsave.techniques.chunked_cross_entropy.heads import (
+    can_share,
+    find_heads,
+    read_head,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.heads import forward as look_up
 from lightning_memsave.techniques.chunked_cross_entropy.products import HeadSettings, Product
 from lightning_memsave.techniques.host_weight import asks_for_host_weights
 
@@ -31,7 +35,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
 
     Args:
         heads: The linear layers: names, class names, classes, ``"re:..."`` regular expressions
-            over module names, compiled expressions, or functions of name and module. ``None``
+            over module names, or functions of name and module. ``None``
             finds them: the result of Hugging Face's ``get_output_embeddings``, and in other models
             layers outside of the blocks with at least 1,024 outputs and more outputs than inputs.
         chunk_size: Rows (tokens) of logits per chunk. ``None`` makes a chunk about as large as
@@ -43,14 +47,10 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
     Note:
         Exactness is *rounding*: sums over tokens have another order, and in low precision losses
         and gradients are closer to those in float32. The head returns deferred logits.
-        ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` accept them directly, also through views,
-        slices, transpositions and type conversions, and so does ``argmax`` over classes. Any other
-        use materializes the logits, once for all uses, and saves nothing; so do targets that are
-        probabilities, hooks on the logits, and losses written with ``log_softmax``. Logits that are
-        first used after the optimizer step raise an error. ``torch.autograd.grad`` of the loss with
-        respect to the logits does not find them. LoRA on the head is supported; 8-bit and 4-bit
-        heads, DTensor weights and ``torch.compile`` run unchanged. An ``nn.Embedding`` tied to the
-        head adds its gradient to the head's.
+        ``F.cross_entropy``, ``nn.CrossEntropyLoss`` and ``argmax`` over classes do not need their
+        values, also through views, slices and type conversions; any other use materializes them,
+        once for all uses, and saves nothing. LoRA on the head is supported. More limits are in
+        docs/checkpointing_and_micro_batches.md.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 5000))
@@ -72,7 +72,6 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         Offer("chunked cross-entropy", True, "several small matrix products", 0.05),
     )
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = "Wijmans et al. (2024), arXiv:2411.09009"
 
     heads: BlockSelector | Sequence[BlockSelector] | None = None
     _: KW_ONLY
@@ -123,7 +122,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             undo.append(patch_method(block.module, forward))
             undo.append(_set(block.module, HeadSettings(block.name, self.chunk_size)))
         tied = _tied_embeddings(target, heads)
-        undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
+        undo += [patch_method(block.module, look_up) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)
         # Wide layers are treated as heads by their shape, even if no cross-entropy follows.
         summary = f"no logits of {names} where a cross-entropy follows" if heads else ""
@@ -174,14 +173,13 @@ def _tied_embeddings(model: nn.Module, heads: list[Block]) -> list[Block]:
     return [
         Block(name, module)
         for name, module in model.named_modules()
-        if any(tied_embedding.can_share(module, w) for w in weights if w is not None)
-        and not _is_replaced(module)
+        if any(can_share(module, w) for w in weights if w is not None) and not _is_replaced(module)
     ]
 
 
 def _is_replaced(module: nn.Module) -> bool:
     method = vars(module).get("forward")
-    own = (None, forward, tied_embedding.forward, type(module).forward)
+    own = (None, forward, look_up, type(module).forward)
     return getattr(method, "__func__", method) not in own
 
 

@@ -17,7 +17,7 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     check_states,
-    check_structure,
+    reading,
 )
 from lightning_memsave.techniques.optimizer_kinds import (
     KIND_BY_WORD,
@@ -190,12 +190,13 @@ class _PerParameterBits(_Base):
             p.grad = grad
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        check_structure(state_dict)
-        sizes, own = (
-            [len(g["params"]) for g in d] for d in (state_dict["param_groups"], self.param_groups)
-        )
-        if sizes == own:  # otherwise bitsandbytes raises torch's error
-            check_states(state_dict, self.param_groups)
+        with reading():
+            saved, own = (
+                [len(g["params"]) for g in groups]
+                for groups in (state_dict["param_groups"], self.param_groups)
+            )
+            if saved == own:  # otherwise bitsandbytes raises torch's error
+                check_states(state_dict, self.param_groups)
         # A paged state may be larger than the GPU: it is copied from the host to its pages.
         super().load_state_dict(  # type: ignore[call-arg]
             state_dict, move_to_device and not self.is_paged

@@ -18,9 +18,8 @@ from lightning_memsave.techniques.low_bit_optimizer.state import (
     is_bitsandbytes,
 )
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
-    check_structure,
-    check_type,
     flat_state,
+    reading,
 )
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_step import OWN_STATE
@@ -41,90 +40,82 @@ _MARKS = {"adam": "amsgrad", "momentum": "dampening", "rmsprop": "centered"}
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    is_converted: bool
+    """How a state was converted, or why it stays unchanged."""
+
     text: str
+    state_dict: StateDict | None = None
+    has_format: bool = False
+    """Whether it has the requested format already."""
+
+    @property
+    def is_converted(self) -> bool:
+        return self.state_dict is not None
 
 
+@reading()
 def convert_optimizer_states(
     checkpoint: Mapping[str, Any], to: Width, keep_32bit: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[StateChange]]:
     """Convert the optimizer states of a Lightning checkpoint."""
     states = checkpoint["optimizer_states"]
-    check_type(states, Sequence, "`optimizer_states`")
-    check_type(checkpoint.get("state_dict", {}), Mapping, "`state_dict`")
-    for state_dict in states:
-        check_structure(state_dict)
     names = [_names(state_dict, checkpoint) for state_dict in states]
     if keep_32bit is not None:
         _refuse_unmatched(keep_32bit, names)
     patterns = KEPT_32BIT if keep_32bit is None else keep_32bit
-    results = [
+    changes = [
         _to_32bit(state_dict) if to == "32bit" else _to_8bit(state_dict, own_names, patterns)
         for state_dict, own_names in zip(states, names, strict=True)
     ]
-    kept = {i: result for i, result in enumerate(results) if isinstance(result, _Kept)}
+    kept = {i: change for i, change in enumerate(changes) if not change.is_converted}
     # An optimizer without an 8-bit form stays unchanged under `MemSaveCallback` too.
-    refused = {i: k for i, k in kept.items() if to == "32bit" and not k.is_right}
-    if len(kept) == len(results):
+    refused = {i: k for i, k in kept.items() if to == "32bit" and not k.has_format}
+    if len(kept) == len(changes):
         refused = kept
     if refused:
-        problems = [Problem(f"optimizer {i}", k.why, _fix(to, k)) for i, k in refused.items()]
+        problems = [Problem(f"optimizer {i}", k.text, _fix(to, k)) for i, k in refused.items()]
         raise IncompatibleError(f"Conversion to {to}", problems)
-    changes = [
-        StateChange(False, r.why) if isinstance(r, _Kept) else StateChange(True, r[1])
-        for r in results
-    ]
-    new = [old if isinstance(r, _Kept) else r[0] for old, r in zip(states, results, strict=True)]
+    new = [change.state_dict or old for old, change in zip(states, changes, strict=True)]
     return {**checkpoint, "optimizer_states": new}, changes
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Why a state stays unchanged, and whether it has the requested format already."""
-
-    why: str
-    is_right: bool = False
+_NO_STATE = StateChange("it has no state, or has made no step yet", has_format=True)
 
 
-_NO_STATE = _Kept("it has no state, or has made no step yet", is_right=True)
-
-
-def _fix(to: Width, kept: _Kept) -> str:
-    if to == "8bit" or kept.is_right:
+def _fix(to: Width, kept: StateChange) -> str:
+    if to == "8bit" or kept.has_format:
         return "Resume from the original checkpoint."
     return "Resume from the original checkpoint, with `MemSaveCallback` and the same settings."
 
 
-def _to_32bit(state_dict: StateDict) -> tuple[StateDict, str] | _Kept:
-    """Return the state dict in torch's format and a summary, or why it stays unchanged."""
+def _to_32bit(state_dict: StateDict) -> StateChange:
     states = [flat_state(state) for state in state_dict["state"].values() if state]
     if not states:
         return _NO_STATE
     if not any(map(is_bitsandbytes, states)):
-        return _Kept("its state has the 32-bit format of torch already", is_right=True)
+        return StateChange("its state has the 32-bit format of torch already", has_format=True)
     stand_in = _stand_in(state_dict)
-    if isinstance(stand_in, _Kept):
+    if isinstance(stand_in, StateChange):
         return stand_in
     converted = convert_state_dict(dict(state_dict), stand_in)
     num_8bit = sum("absmax1" in state for state in states)
     before, after = (format_bytes(_num_bytes(d["state"])) for d in (state_dict, converted))
-    return converted, (
+    text = (
         f"{type(stand_in).__name__}: {num_8bit} of {len(states)} tensors were 8-bit, "
         f"optimizer state {before} -> {after}"
     )
+    return StateChange(text, converted)
 
 
 def _to_8bit(
     state_dict: StateDict, names: Mapping[Any, Sequence[str]], keep_32bit: Sequence[str]
-) -> tuple[StateDict, str] | _Kept:
-    """Return the state dict in bitsandbytes' format and a summary, or why it stays unchanged."""
+) -> StateChange:
     states = [state for state in state_dict["state"].values() if state]
     if not states:
         return _NO_STATE
     if any(map(is_bitsandbytes, states)):
-        return _Kept("its state has the 8-bit format already", is_right=True)
+        return StateChange("its state has the 8-bit format already", has_format=True)
     stand_in = _stand_in(state_dict)
-    if isinstance(stand_in, _Kept):
+    if isinstance(stand_in, StateChange):
         return stand_in
     for group, saved in zip(stand_in.param_groups, state_dict["param_groups"], strict=True):
         group["param_names"] = [str(key) for key in saved["params"]]
@@ -133,29 +124,29 @@ def _to_8bit(
         warnings.simplefilter("ignore", NoEffectWarning)
         handle = LowBitOptimizer(keep_32bit=tuple(kept)).apply(stand_in)
     if not handle.changes:
-        return _Kept("; ".join(handle.skipped))
+        return StateChange("; ".join(handle.skipped))
     for group in handle.target.param_groups:
         del group["param_names"]  # added above, not in the checkpoint
-    return convert_state_dict(dict(state_dict), handle.target), handle.summary
+    return StateChange(handle.summary, convert_state_dict(dict(state_dict), handle.target))
 
 
-def _stand_in(state_dict: StateDict) -> Optimizer | _Kept:
+def _stand_in(state_dict: StateDict) -> Optimizer | StateChange:
     """Return a torch optimizer like the one that wrote this, over meta parameters."""
     saved, states = state_dict["param_groups"], state_dict["state"]
     pairs = [(states[key], g) for g in saved for key in g["params"] if states.get(key)]
     families = {family_of(state, group) for state, group in pairs}
     if len(families) > 1:
-        return _Kept(f"it has state of several kinds ({', '.join(sorted(families))})")
+        return StateChange(f"it has state of several kinds ({', '.join(sorted(families))})")
     if not families:
-        return _Kept("its state belongs to no parameter of its groups")
+        return StateChange("its state belongs to no parameter of its groups")
     family = families.pop()
     if family not in _TORCH_CLASSES:
         why = f"its state was written by {FAMILY_NAMES.get(family, family)}"
-        return _Kept(why + ", which torch.optim does not have" * (family in FAMILY_NAMES))
+        return StateChange(why + ", which torch.optim does not have" * (family in FAMILY_NAMES))
     cls: Any = _TORCH_CLASSES[family]
     is_from_torch = not any(is_bitsandbytes(state) for state, _ in pairs)
     if is_from_torch and not all(_MARKS[family] in group for _, group in pairs):
-        return _Kept(f"its settings are not those of torch's {cls.__name__}")
+        return StateChange(f"its settings are not those of torch's {cls.__name__}")
     if family == "adam" and not pairs[0][1].get("decoupled_weight_decay", True):
         cls = torch.optim.Adam
     groups = [
@@ -177,7 +168,6 @@ def _empty_parameter(state: Mapping[str, Any] | None) -> torch.nn.Parameter:
     moment = flat.get("state1", next(tensors, None))
     if moment is None:
         return torch.nn.Parameter(torch.empty(0), requires_grad=False)
-    check_type(moment, torch.Tensor, "`state1`")
     dtype = moment.dtype if moment.is_floating_point() else torch.float32
     return torch.nn.Parameter(torch.empty(moment.shape, dtype=dtype, device="meta"))
 

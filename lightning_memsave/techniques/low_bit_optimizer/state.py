@@ -14,9 +14,8 @@ from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     WEIGHTS_ONLY,
     check_rests,
     check_states,
-    check_structure,
-    check_type,
     flat_state,
+    reading,
 )
 from lightning_memsave.techniques.optimizer_kinds import (
     BLOCKSIZE,
@@ -38,13 +37,13 @@ FAMILY_NAMES = {
 }
 
 
+@reading()
 def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> StateDict:
     """Convert an optimizer's ``state_dict`` to the format of the optimizer that will load it.
 
     The state of each parameter gets the target's width, 8 or 32 bits. State that has that width
     already is unchanged, bit for bit.
     """
-    check_structure(state_dict)
     states, groups = state_dict["state"], state_dict["param_groups"]
     from_bitsandbytes = any(is_bitsandbytes(state) for state in states.values())
     to_bitsandbytes = hasattr(target, "optimizer_name")
@@ -94,7 +93,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
 def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
     flat = flat_state(state)
     if "state2" in flat:
-        check_type(flat["state2"], torch.Tensor, "`state2`")
         # AdEMAMix keeps two moments in its first tensor.
         return "ademamix" if flat["state1"].ndim > flat["state2"].ndim else "adam"
     if "state1" in flat:

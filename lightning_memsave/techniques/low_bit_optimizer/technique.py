@@ -107,8 +107,6 @@ def _problem_of_value(kind: Kind, key: str, value: Any) -> tuple[str, str] | Non
     default = kind.defaults[key]
     if isinstance(default, tuple):
         return _problem_of_betas(value, len(default))
-    if value is None and default is None:
-        return None
     if not _is_number(value) or value < 0:
         return "it must be a number of at least 0", f"The default is {default}."
     if key == "momentum" and not 0 < value < 1:
@@ -132,8 +130,7 @@ def _problem_of_betas(value: Any, length: int) -> tuple[str, str] | None:
     numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
     if len(numbers) == length and all(_is_number(b) and 0 <= b < 1 for b in numbers):
         return None
-    example = (0.9, 0.999, 0.9999)[:length]
-    return f"it must be {length} numbers from 0 to below 1", f"Use for example {example}."
+    return f"it must be {length} numbers from 0 to below 1", "Use for example (0.9, 0.999)."
 
 
 def _is_number(value: object) -> bool:
@@ -192,9 +189,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         Offer("8-bit optimizer", "8bit", "a separate kernel on a GPU, slower steps on a CPU"),
     )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
-    source: ClassVar[str] = (
-        "Dettmers et al. (2022), 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"
-    )
     requires: ClassVar[tuple[str, ...]] = ("bitsandbytes",)
 
     optimizer: str = "8bit"
@@ -242,11 +236,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     def check(self, target: torch.optim.Optimizer) -> list[Problem]:
         """Find every reason why the optimizer cannot be replaced; changes nothing.
 
-        Args:
-            target: An optimizer before its first step.
-
-        Returns:
-            All problems. An optimizer without an 8-bit form is not one: it stays unchanged.
+        An optimizer without an 8-bit form is not a problem: it stays unchanged.
         """
         if wrapped := wrapper_problems(target):
             return wrapped

@@ -22,8 +22,8 @@ from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.techniques.host_weight import host_weight_of
-from lightning_memsave.techniques.low_precision_weights.autocast_calls import compute_in_autocast
 from lightning_memsave.techniques.low_precision_weights.bf16_layers import (
+    compute_in_autocast,
     keep_in_bfloat16,
     sum_in_float32,
 )
@@ -144,16 +144,11 @@ class LowPrecisionWeights(Technique[nn.Module]):
     Note:
         Exactness is *approximate*: monitor the loss. The forward pass runs under
         ``torch.autocast(device, torch.bfloat16)``, as with Lightning's ``"bf16-mixed"``; calls of
-        modules outside of it enter it. Only a layer within a block of a ``ModuleList`` fails on
-        weights of two types if it is called by itself. The output of an embedding is bfloat16, and
-        so is that of normalization layers and activations for bfloat16 inputs, also on CUDA, where
-        autocast alone would return float32: residual sums are bfloat16, unless ``keep_fp32`` keeps
-        the embeddings in float32. Parameters of recurrent and bilinear layers, of ``EmbeddingBag``
-        and ``Embedding(sparse=True)``, of parametrizations, and different parameters that share
-        memory stay float32. Not for DTensor. After ``undo`` weights are float32, with their
-        bfloat16 values; if the device has too little memory for that, they stay bfloat16, with a
-        warning. A checkpoint has bfloat16 weights and loads everywhere; ``load_state_dict(...,
-        assign=True)`` would replace the weights.
+        modules outside of it enter it. Normalization layers and activations return bfloat16 for
+        bfloat16 inputs, also on CUDA, where autocast alone would return float32. After ``undo``
+        weights are float32, with their bfloat16 values; if the device has too little memory for
+        that, they stay bfloat16, with a warning. More limits are in
+        docs/optimizer_and_precision.md.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
@@ -183,7 +178,6 @@ class LowPrecisionWeights(Technique[nn.Module]):
         ),
     )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
-    source: ClassVar[str] = "Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192"
 
     rounding: str = "stochastic"
     _: KW_ONLY

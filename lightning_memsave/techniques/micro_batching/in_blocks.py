@@ -1,7 +1,8 @@
-"""Run each block on a few samples of the batch at a time."""
+"""Run each block on a few samples of the batch at a time, if it computes each by itself."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -16,7 +17,9 @@ from lightning_memsave.core.blocks import (
     find_blocks,
     is_given_cache,
 )
-from lightning_memsave.core.nested import leaves_of, map_tensors
+from lightning_memsave.core.memory import is_fake
+from lightning_memsave.core.nested import items_of, leaves_of, map_tensors
+from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.patching import (
     is_patched_with,
     own,
@@ -24,11 +27,12 @@ from lightning_memsave.core.patching import (
     previous_method,
     set_own,
 )
+from lightning_memsave.core.saved_state import RandomState, with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
-from lightning_memsave.techniques.micro_batching.separability import tensors_in, why_not_separable
+from lightning_memsave.techniques.micro_batching.loss_probe import SavesBeforeWrites
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 
 _CHUNKS = "_memsave_chunks"  # its copies run on whole batches
 
@@ -74,8 +78,8 @@ class BlockMicroBatching(Technique[nn.Module]):
 
     name: ClassVar[str] = "block_micro_batching"
     argument: ClassVar[str] = MicroBatching.argument
+    why_not_compiled: ClassVar[str] = "for batches of one size"
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
     size: int
     _: KW_ONLY
@@ -97,20 +101,8 @@ class BlockMicroBatching(Technique[nn.Module]):
             return None
         return cls(value.micro_batch_size, blocks=value.blocks)  # type: ignore[arg-type]
 
-    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
-        """Refuse a module that is compiled as a whole."""
-        return [compiled_problem(facts.compiled)] if facts.compiled else []
-
     def check(self, target: nn.Module) -> list[Problem]:
-        """Find every reason why ``apply`` would be refused; changes nothing.
-
-        Args:
-            target: The model.
-
-        Returns:
-            Blocks that are compiled, or changed already. Whether blocks mix samples is seen with
-            the first batch.
-        """
+        """Find blocks that are compiled, or changed already; the first batch shows if they mix."""
         blocks = find_blocks(target, self.blocks)
         if any(is_patched_with(block.module, forward) for block in blocks):
             what, why = f"`{type(target).__name__}`", "its blocks run on a few samples already"
@@ -120,8 +112,7 @@ class BlockMicroBatching(Technique[nn.Module]):
         for block in blocks:
             pairs += block.module.named_modules(prefix=block.name)
             pairs += [(name, target.get_submodule(name)) for name in ancestors(block.name)]
-        compiled = compiled_in(pairs)
-        return [compiled_problem(compiled)] if compiled else []
+        return self.problems_of_compiled(compiled_in(pairs))
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         blocks = [
@@ -138,14 +129,6 @@ class BlockMicroBatching(Technique[nn.Module]):
             undo.append(patch_method(block.module, forward, is_outer=True))
         samples = f"{self.size} sample{'s' if self.size > 1 else ''}"
         return Handle(target, [f"{len(blocks)} blocks run on {samples} at a time"], (), undo)
-
-
-def compiled_problem(name: str) -> Problem:
-    return Problem(
-        f"`{name}`",
-        "it is compiled, for batches of one size",
-        f"Do not compile it, or set `{BlockMicroBatching.argument}=None`.",
-    )
 
 
 @dataclass
@@ -220,3 +203,205 @@ def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     run = previous_method(block, "forward", is_outer=True)
     chunks = None if torch.compiler.is_compiling() else own(block, _CHUNKS)
     return run(*args, **kwargs) if chunks is None else chunks.run(block, run, args, kwargs)
+
+
+Call = Callable[..., Any]
+"""The forward function of a block."""
+
+
+def why_not_separable(
+    block: nn.Module, run: Call, args: Any, kwargs: Any, per_sample: Sequence[bool]
+) -> str:
+    """Run a block on the first two samples of its input to find out whether it mixes samples.
+
+    Random states, buffers and arguments are as before afterwards. Of fake tensors only shapes are
+    compared.
+    """
+    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if any(norm.training for norm in norms):
+        return f"`{type(norms[0]).__name__}` in it computes with statistics of the whole batch"
+    trial = _Trial(block, run, (args, kwargs), per_sample)
+    try:
+        with torch.no_grad(), _without_cast_cache():
+            return trial.why_mixed() or trial.why_dependent_on_size()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return f"with its first two samples it raises {type(error).__name__}: {error}"
+    finally:
+        trial.random.restore()
+
+
+class _Trial:
+    """Calls of a block with the first samples of its input."""
+
+    def __init__(
+        self, block: nn.Module, run: Call, arguments: Any, per_sample: Sequence[bool]
+    ) -> None:
+        self._block, self._run = block, run
+        self._arguments, self._per_sample = arguments, per_sample
+        tensors = tensors_in(arguments)
+        self._is_fake = any(map(is_fake, tensors))
+        self.random = RandomState({t.device for t in tensors if t.is_cuda and not is_fake(t)})
+
+    def why_mixed(self) -> str:
+        """Compare what is computed for a sample beside two others."""
+        with _restored(self._block) as state:
+            one, is_kept = self._call(2)
+            kept = state.kept()
+            other, _ = self._call(2, _with_other_second)
+            if why := state.why_changed() or _why_kept(kept, state.kept()):
+                return why
+        return _why_different(one, other) if is_kept else "it changes its arguments"
+
+    def why_dependent_on_size(self) -> str:
+        """Compare with the sample alone: what is split may be another dimension of that size."""
+        if self._is_fake:
+            return ""
+        in_evaluation = with_attribute(self._block.modules(), "training", False)
+        with in_evaluation, _restored(self._block):
+            outputs = [self._call(number)[0] for number in (2, 1)]
+        for both, alone in zip(*map(tensors_in, outputs), strict=True):
+            if alone.shape != (1, *both.shape[1:]) or not _is_close(both[0], alone[0]):
+                return "what it computes for a sample depends on how many there are"
+        return ""
+
+    def _call(
+        self, num_samples: int, change: Callable[[Tensor], Tensor] = torch.clone
+    ) -> tuple[Any, bool]:
+        self.random.restore()
+        flags = iter(self._per_sample)
+        few = map_tensors(self._arguments, lambda t: change(t[:num_samples]) if next(flags) else t)
+        versions = [tensor._version for tensor in tensors_in(few)]
+        output = self._run(*few[0], **few[1])
+        return output, [tensor._version for tensor in tensors_in(few)] == versions
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors in any nesting, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+# The first sample must not notice it. Integers have a range, and stay.
+def _with_other_second(samples: Tensor) -> Tensor:
+    samples = samples.clone()
+    if samples.is_floating_point():
+        samples[1:] = 1 - samples[1:]
+    return samples
+
+
+def _why_different(one: Any, other: Any) -> str:
+    for a, b in zip(_leaves(one), _leaves(other), strict=True):
+        if not isinstance(a, Tensor):
+            if a is not b and a != b:
+                return f"it returns a `{type(a).__name__}`, which cannot be joined"
+        elif a.shape[:1] != (2,):
+            return (
+                f"it returns a tensor of shape {tuple(a.shape)} for two samples, whose first "
+                "dimension is not the batch"
+            )
+        elif not is_fake(a) and not torch.equal(_bits(a[0]), _bits(b[0])):
+            return "what it computes for a sample depends on the others in the batch"
+    return ""
+
+
+# What does not depend on the samples, such as a table of positions, is the same for each part.
+def _why_kept(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> str:
+    for name, tensors in one.items():
+        is_same = len(tensors) == len(other.get(name, ())) and all(
+            a.shape == b.shape and (is_fake(a) or torch.equal(_bits(a), _bits(b)))
+            for a, b in zip(tensors, other[name], strict=True)
+        )
+        if not is_same:
+            return f"it keeps what it computes in `{name}`, which would be that of the last part"
+    return ""
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return True
+    kind = one.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else one.dtype
+    one, other = (each.double().nan_to_num(0, 0, 0) for each in (one, other))
+    return bool((one - other).norm() <= torch.finfo(dtype).eps ** 0.5 * one.norm())
+
+
+# `equal` says that NaN, as in rows that are masked as a whole, differs from NaN.
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num() if tensor.is_floating_point() else tensor
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    items = items_of(value)
+    if not items:
+        yield value
+    for _, item in items:
+        yield from _leaves(item)
+
+
+# Autocast would keep weights that were cast without a graph, and use them in the forward pass.
+@contextlib.contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
+
+
+class _State:
+    """What a block holds: weights, buffers and attributes, to be restored."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._state = ModuleState(block, ())
+        self._data = [(param, param.data) for param in block.parameters()]
+        self._known = [t for m in block.modules() for t in tensors_in(_attributes_of(m))]
+        self.watch = SavesBeforeWrites(self._state)
+
+    def why_changed(self) -> str:
+        """Say what a call has changed, as a clause; empty if it has changed nothing."""
+        named = [*self._block.named_parameters(), *self._block.named_buffers()]
+        for name, tensor in named:
+            if self._state.has_other_values(tensor):
+                return f"it changes `{name}`, and would do so once for each part"
+        names = {id(param): name for name, param in self._block.named_parameters()}
+        for param, data in self._data:
+            if param.data_ptr() != data.data_ptr():
+                return f"it replaces `{names[id(param)]}`, and would do so once for each part"
+        return ""
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        """List the tensors that the block has now, and had not before."""
+        known = {id(tensor) for tensor in self._known}
+        return {
+            f"{name}.{attribute}".lstrip("."): found
+            for name, module in self._block.named_modules()
+            for attribute, value in _attributes_of(module).items()
+            if (found := [t.detach() for t in tensors_in(value) if id(t) not in known])
+        }
+
+    def restore(self) -> None:
+        for param, data in self._data:
+            param.data = data
+        self._state.restore()
+
+
+@contextlib.contextmanager
+def _restored(block: nn.Module) -> Iterator[_State]:
+    state = _State(block)
+    try:
+        with state.watch:
+            yield state
+    finally:
+        state.restore()
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+_OF_TORCH = {"_parameters", "_buffers", "_modules"}

@@ -203,10 +203,6 @@ def _bernoulli(u: Tensor, values: dict[str, Any]) -> Any:
     return given if isinstance(given, Tensor) else torch.full_like(u, given)
 
 
-def _normal(u: Tensor, values: dict[str, Any]) -> Any:
-    return (2 * u - 1) * 1.5 * values.get("std", 1.0) + values.get("mean", 0.0)
-
-
 def _uniform(u: Tensor, values: dict[str, Any]) -> Any:
     low, high = values.get("from", 0.0), values.get("to", 1.0)
     return low + (high - low) * u
@@ -218,15 +214,14 @@ def _integer(u: Tensor, values: dict[str, Any]) -> Any:
     return (low + ((high or 2) - low) * u).floor()
 
 
-def _exponential(u: Tensor, values: dict[str, Any]) -> Any:
-    return -torch.log1p(-u) / values.get("lambd", 1.0)
-
-
 # Other random operators stay random, so that nothing can be proven with them.
 _CONSTANTS: dict[str, Callable[[Tensor, dict[str, Any]], Any]] = {
     "bernoulli": _bernoulli,
     **dict.fromkeys(("rand", "rand_like", "uniform"), _uniform),
-    **dict.fromkeys(("randn", "randn_like", "normal"), _normal),
+    **dict.fromkeys(
+        ("randn", "randn_like", "normal"),
+        lambda u, given: (2 * u - 1) * 1.5 * given.get("std", 1.0) + given.get("mean", 0.0),
+    ),
     **dict.fromkeys(("randint", "randint_like", "random"), _integer),
-    "exponential": _exponential,
+    "exponential": lambda u, given: -torch.log1p(-u) / given.get("lambd", 1.0),
 }

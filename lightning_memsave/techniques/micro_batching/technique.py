@@ -90,7 +90,6 @@ class MicroBatching(Technique[Step]):
     argument: ClassVar[str] = "micro_batch_size"
     examples: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
-    source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
 
     micro_batch_size: int | Literal["halve"] = "halve"
     _: KW_ONLY
@@ -198,14 +197,7 @@ class MicroBatching(Technique[Step]):
         ]
 
     def make_runner(self, agree: Callable[[int], int] = lambda size: size) -> MicroBatchRunner:
-        """Make the runner of one training.
-
-        Args:
-            agree: Reduces the next size of this process to the smallest one of all processes.
-
-        Returns:
-            The runner, which splits and repeats batches.
-        """
+        """Make what splits and repeats batches; ``agree`` gives the least of all processes."""
         return MicroBatchRunner(self.micro_batch_size, self.loss_weight, self.split_batch, agree)
 
     def _apply(self, target: Step) -> Handle[Step]:

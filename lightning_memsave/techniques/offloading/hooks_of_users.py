@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memsave.core.memory import category_in_context, is_host
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import named, patch_method, previous_method
 from lightning_memsave.techniques.residences import residence_of
 
 
@@ -58,11 +58,17 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
+HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
+    *("on_before_optimizer_step", "on_after_backward", "on_train_epoch_end"),
+)
+
+
 def compute_on_device(owner: Any, hook: str) -> Callable[[], None]:
     return patch_method(owner, _REPLACEMENTS[hook])
 
 
-def _call(owner: Any, hook: str, args: Any) -> Any:
+def _call(owner: Any, hook: str, *args: Any) -> Any:
     module = owner if isinstance(owner, nn.Module) else args[1]
     residence, method = residence_of(module), previous_method(owner, hook)
     if residence is None:
@@ -86,34 +92,4 @@ def _leave(mode: OnDevice) -> None:
         _push_mode(each)
 
 
-# `patch_method` needs functions of their names.
-def on_train_batch_start(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_train_batch_start", args)
-
-
-def on_train_batch_end(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_train_batch_end", args)
-
-
-def on_before_zero_grad(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_before_zero_grad", args)
-
-
-def on_before_optimizer_step(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_before_optimizer_step", args)
-
-
-def on_after_backward(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_after_backward", args)
-
-
-def on_train_epoch_end(owner: Any, *args: Any) -> Any:
-    return _call(owner, "on_train_epoch_end", args)
-
-
-_FUNCTIONS = (
-    *(on_train_batch_start, on_train_batch_end, on_before_zero_grad),
-    *(on_before_optimizer_step, on_after_backward, on_train_epoch_end),
-)
-_REPLACEMENTS = {function.__name__: function for function in _FUNCTIONS}
-HOOKS = tuple(_REPLACEMENTS)
+_REPLACEMENTS = {hook: named(hook, _call) for hook in HOOKS}

@@ -29,7 +29,7 @@ from lightning_memsave.techniques.optimizer_step import (
     own_step,
     owners_of,
     plain_step,
-    scaling_on_host,
+    scaling,
     step_without_hooks,
     updates_each_alone,
 )
@@ -64,7 +64,7 @@ class HostUpdates(StepOwner):
         params = parameters_of(optimizer)
         if any(p.grad is not None for p in params):  # otherwise all are updated in backward
             self.residence.finish()
-            with scaling_on_host(optimizer):
+            with scaling(optimizer, is_on_host=True):
                 updated = self._update(optimizer)
         if self.residence.is_watched:
             self.residence.wait()

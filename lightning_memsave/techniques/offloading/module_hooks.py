@@ -1,7 +1,9 @@
-"""Hooks of modules whose parameters are offloaded."""
+"""Hooks of modules whose parameters are offloaded, and their ``device``."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,10 +47,7 @@ def _wait(module: nn.Module, *_: object) -> None:
 
 
 def _before_block(module: nn.Module, _: object) -> None:
-    residence = residence_of(module)
-    if residence is not None:
-        with _outside_of_transforms():
-            residence.enter_block(module)
+    _tell(module, lambda residence: residence.enter_block(module))
 
 
 # In a transform of `torch.func` the weights stay on the device: it runs a backward pass of its own.
@@ -60,31 +59,26 @@ def _after_block(module: nn.Module, _: object, output: Any) -> Any:
 
 
 def _before_module(module: nn.Module, _: object) -> None:
-    residence = residence_of(module)
-    if residence is not None:
-        with _outside_of_transforms():
-            residence.begin()
+    _tell(module, Residence.begin)
 
 
 def _after_module(module: nn.Module, *_: object) -> None:
+    _tell(module, Residence.end)
+
+
+# Weights are moved as they are, and not what `torch.func` transforms.
+def _tell(module: nn.Module, what: Callable[[Residence], None]) -> None:
     residence = residence_of(module)
     if residence is not None:
-        with _outside_of_transforms():
-            residence.end()
+        with contextlib.ExitStack() as stack:
+            if _is_in_transform():
+                stack.enter_context(temporarily_clear_interpreter_stack())
+                stack.enter_context(torch.no_grad())
+            what(residence)
 
 
 def _is_in_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
-
-
-@contextlib.contextmanager
-def _outside_of_transforms() -> Iterator[None]:
-    """Move weights as they are, and not what `torch.func` transforms."""
-    if _is_in_transform():
-        with temporarily_clear_interpreter_stack(), torch.no_grad():
-            yield
-    else:
-        yield
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -96,3 +90,41 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
     residence.follow(fn)
     with residence.hidden():
         return previous_method(self, "_apply")(fn, recurse)
+
+
+_PLAIN: dict[type, Any] = {}  # properties by class, while a module of it is offloaded
+_NUM_MODULES: Counter[type] = Counter()
+
+
+def tell_device(model: nn.Module) -> list[Callable[[], None]]:
+    """Let ``device`` be where the model computes, not where its parameters wait.
+
+    ``generate`` and users bring tokens there.
+    """
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        classes = type(module).__mro__
+        owner = next((c for c in classes if isinstance(vars(c).get("device"), property)), None)
+        if owner is None or hasattr(module, "_device"):  # Lightning notes it by itself
+            continue
+        _NUM_MODULES[owner] += 1
+        if owner not in _PLAIN:
+            _PLAIN[owner] = vars(owner)["device"]
+            owner.device = property(_device)  # type: ignore[attr-defined]
+        undo.append(functools.partial(_forget, owner))
+    return undo
+
+
+def _forget(owner: type) -> None:
+    _NUM_MODULES[owner] -= 1
+    if not _NUM_MODULES[owner]:
+        owner.device = _PLAIN.pop(owner)  # type: ignore[attr-defined]
+
+
+def _device(self: nn.Module) -> torch.device:
+    residence = residence_of(self)
+    if residence is not None and not hasattr(self, "_device"):
+        return torch.device(residence.device)
+    plain = next(_PLAIN[cls] for cls in type(self).__mro__ if cls in _PLAIN)
+    device: torch.device = plain.fget(self)
+    return device

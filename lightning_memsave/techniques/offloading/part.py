@@ -17,8 +17,30 @@ from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.gradients import Gradients
 from lightning_memsave.techniques.offloading.host_worker import wait_for
-from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from lightning_memsave.techniques.tiled_steps import Weights
+
+_HALF_A_UNIT = 0x8000  # of the last bit of bfloat16
+_NAN = 0x7FC00000
+
+
+def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Split numbers into two halves, from which `join_weight` makes the same bits.
+
+    A NaN becomes the usual one.
+    """
+    bits = values.view(torch.int32)
+    bits.masked_fill_(values.isnan(), _NAN)  # rounding could make another one a number
+    lower.copy_(bits)
+    bits.add_(_HALF_A_UNIT).bitwise_right_shift_(16)
+    upper.view(torch.int16).copy_(bits)
+
+
+def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Tensor:
+    into = torch.empty_like(upper, dtype=torch.float32) if into is None else into
+    # As a signed number, the lower half is negative where the upper one was rounded up.
+    into.view(torch.int32).copy_(upper.view(torch.int16)).bitwise_left_shift_(16).add_(lower)
+    return into
+
 
 _Versions = tuple[int, list[tuple[int, int]]]
 

@@ -33,8 +33,7 @@ from lightning_memsave.techniques.offloading.host_updates import (
     let_scales_land,
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.model_device import tell_device
-from lightning_memsave.techniques.offloading.module_hooks import move_with
+from lightning_memsave.techniques.offloading.module_hooks import move_with, tell_device
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import in_backward_of
@@ -105,10 +104,7 @@ class Offloading(Technique[nn.Module]):
         kernels for the host round in another way than those for a GPU; torch's Adam, AdamW, SGD and
         Adagrad use their fused ones unless ``foreach`` or ``fused`` was chosen. Each parameter may
         be used in the forward and backward passes of its module only, and a backward pass must not
-        be repeated. Parameters that are lazy, of another class, with sparse gradients (but for
-        ``"embeddings"``) or with memory that they share stay on the device, and so do frozen ones,
-        but for those in blocks with ``"parameters"``. For one process, and not for compiled
-        modules.
+        be repeated. More limits are in docs/offloading.md.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -133,7 +129,7 @@ class Offloading(Technique[nn.Module]):
     argument: ClassVar[str] = "offload"
     examples: ClassVar[str] = 'True, "optimizer", "parameters", "activations", "embeddings"'
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    source: ClassVar[str] = "Ren et al. (2021), ZeRO-Offload, arXiv:2101.06840"
+    why_not_compiled: ClassVar[str] = "and its graph holds on to the memory of its parameters"
     offers = (
         Offer("optimizer on the host", "optimizer", _UPDATES, 0.8),
         Offer("weights on the host", "parameters", f"{_UPDATES}; weights come and go", 1.0),
@@ -183,7 +179,7 @@ class Offloading(Technique[nn.Module]):
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse several processes, gradients of a strategy, compilation, and other weights."""
-        problems = [compiled_problem(facts.compiled)] if facts.compiled else []
+        problems = super().conflicts(facts, written)
         if facts.precision.endswith("-true") and facts.precision != "32-true":
             why = "converts the weights, which wait on the host in their own type"
             fix = 'Use `precision="bf16-mixed"` with `low_precision_weights="master"`, or set '
@@ -208,8 +204,7 @@ class Offloading(Technique[nn.Module]):
         fix = "Apply `Offloading` before `OptimizerInBackward`."
         updated = in_backward_of(target.parameters()) if self.has_weights else ()
         problems += [Problem(f"`{type(one).__name__}`", why, fix) for one, _ in updated]
-        if compiled := compiled_in(target.named_modules()):
-            problems.append(compiled_problem(compiled))
+        problems += self.problems_of_compiled(compiled_in(target.named_modules()))
         needed, limit = self.host_bytes(target)
         if needed > limit:
             why = f"`host_budget` is {format_bytes(int(limit))}"
@@ -219,14 +214,7 @@ class Offloading(Technique[nn.Module]):
         return problems
 
     def host_bytes(self, target: nn.Module) -> tuple[int, float]:
-        """Reckon what weights and what belongs to them need on the host.
-
-        Args:
-            target: The model.
-
-        Returns:
-            The bytes, and those that may be used.
-        """
+        """Reckon the bytes that weights need on the host, and those that may be used."""
         blocks = find_blocks(target, self.blocks)
         tables = self._tables(target)
         params = [*tables, *self._chosen(target, blocks, tables)[0]]
@@ -381,14 +369,6 @@ def _couples(optimizer: Optimizer, residence: Residence) -> bool:
     is_mixed = any(residence.part_of(param) is None for param in params)
     is_on_gpu = any(map(on_cuda, params)) or residence.device.type == "cuda"
     return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu
-
-
-def compiled_problem(name: str) -> Problem:
-    return Problem(
-        f"`{name}`",
-        "it is compiled, and its graph holds on to the memory of its parameters",
-        f"Do not compile it, or set `{Offloading.argument}=None`.",
-    )
 
 
 def _is_valid(what: object) -> bool:

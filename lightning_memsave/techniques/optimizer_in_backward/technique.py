@@ -3,8 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from types import TracebackType
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,10 @@ from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
-from lightning_memsave.techniques.optimizer_in_backward.on_host import UpdatesInBackward
-from lightning_memsave.techniques.optimizer_in_backward.updates import GradientUpdates
+from lightning_memsave.techniques.optimizer_in_backward.updates import (
+    GradientUpdates,
+    UpdatesInBackward,
+)
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     ACTIVE_UPDATES,
@@ -42,29 +43,15 @@ class InBackwardHandle(Handle[Optimizer]):
     updates: GradientUpdates
     """What updates the parameters."""
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients are accumulated in ``param.grad``, without updates; can be set."""
-        return self.updates.is_accumulating
-
-    @is_accumulating.setter
-    def is_accumulating(self, value: bool) -> None:
-        self.updates.is_accumulating = value
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is not None:  # do not move gradients from the host to a device that may be full
+    def __exit__(self, *failure: Any) -> None:
+        if failure[1] is not None:  # do not move gradients from the host to a device that is full
             self.updates.forget()
-        super().__exit__(exc_type, exc, traceback)
+        super().__exit__(*failure)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Accumulate gradients: for every backward pass of a step except the last."""
-        with with_attribute([self], "is_accumulating", True):
+        with with_attribute([self.updates], "is_accumulating", True):
             yield
 
 
@@ -94,16 +81,12 @@ class OptimizerInBackward(Technique[Optimizer]):
         ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *bitwise*. Code that reads gradients after backward finds none:
+        Exactness is *bitwise*. After backward there are no gradients:
         ``torch.nn.utils.clip_grad_norm_`` would silently do nothing, so use the arguments above.
-        Learning rates are read in backward. There is one updating backward pass per step; all
-        others, and those whose gradients are discarded, run inside ``handle.accumulating()``, and a
-        second one is an error. Updates cannot be reverted: a loop that skips a step after backward
-        would train differently, so it cannot be used with a ``GradScaler``. Supported are the
-        optimizers of torch except LBFGS, those of bitsandbytes and of `LowBitOptimizer`, and
-        Adafactor of transformers; others are refused, as they may couple parameters. Not for
-        several processes. Weights of `Offloading` are updated on the host, in the background, which
-        needs `Offloading.update_in_background`, too; there is no ``clip_norm`` for them.
+        There is one updating backward pass per step; all others, and those whose gradients are
+        discarded, run inside ``handle.accumulating()``. Weights of `Offloading` are updated on the
+        host, in the background, which needs `Offloading.update_in_background`, too; there is no
+        ``clip_norm`` for them. More limits are in docs/optimizer_and_precision.md.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -125,10 +108,6 @@ class OptimizerInBackward(Technique[Optimizer]):
     argument: ClassVar[str] = "optimizer_in_backward"
     offers: ClassVar[tuple[Offer, ...]] = (Offer("optimizer in backward", True),)
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-    source: ClassVar[str] = (
-        "Lv et al. (2023), Full Parameter Fine-tuning for Large Language Models with Limited "
-        "Resources, arXiv:2306.09782"
-    )
 
     _: KW_ONLY
     clip_value: float | None = None
