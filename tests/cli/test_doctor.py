@@ -86,13 +86,6 @@ def test_yaml_with_a_callback(capsys: Any, project: Path) -> None:
     assert checks_of(found) == ["growing_metric", "debug_settings"]
 
 
-def test_a_strategy_is_a_note(capsys: Any, project: Path) -> None:
-    text = (project / "config.yaml").read_text()
-    (project / "fsdp.yaml").write_text(text.replace("trainer:\n", "trainer:\n  strategy: fsdp\n"))
-    (note,) = json_of(capsys, "doctor", "fsdp.yaml")["notes"]
-    assert "`strategy: fsdp` is ignored" in note
-
-
 def test_settings_of_the_command_line(capsys: Any) -> None:
     refused = ("--set", "accumulate_grad_batches=4")
     found = json_of(capsys, "doctor", "net.py:Manual", *refused, status=1)

@@ -84,22 +84,6 @@ def test_every_argument_of_the_callback_is_a_flag(name, capsys):
 
 
 @packages
-@pytest.mark.parametrize("enabled", ["true", "false"])
-def test_a_printed_configuration_gives_the_same_trainer(name, enabled, capsys):
-    settings = f"{{enabled: {enabled}, optimizer: lion_8bit, precision: bf16-mixed}}"
-    Path("config.yaml").write_text(f"memsave: {settings}")
-    first = run_cli(name, "--config=config.yaml")
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="0"):
-        run_cli(name, "--config=config.yaml", "--print_config")
-    Path("printed.yaml").write_text(capsys.readouterr().out)
-    second = run_cli(name, "--config=printed.yaml")
-    assert repr(callback_of(second)) == repr(callback_of(first))
-    assert (callback_of(second) is None) == (enabled == "false")
-    assert second.trainer.precision == first.trainer.precision
-
-
-@packages
 def test_a_saved_configuration_gives_the_same_run(name):
     save = sys.modules[CLIS[name].__mro__[2].__module__].SaveConfigCallback
     args = (

@@ -109,17 +109,6 @@ class TestLightningCLI:
         found = json_of(capsys, *arguments, "--no-memsave")
         assert found["settings"] == {"precision": "16-mixed"}
 
-    def test_techniques_with_a_class_path(self, capsys, project):
-        text = (project / "config.yaml").read_text()
-        name = "lightning_memsave.ActivationCheckpointing"
-        nested = f"\n          class_path: {name}\n          init_args: {{which: 'every:2'}}\n"
-        changed = text.replace(
-            "activation_checkpointing: all\n", f"activation_checkpointing:{nested}"
-        )
-        (project / "config.yaml").write_text(changed)
-        found = json_of(capsys, "predict", "config.yaml", "--batch", BATCH)
-        assert "every:2" in found["settings"]["activation_checkpointing"]
-
     def test_says_that_one_device_holds_all(self, capsys, project):
         path = project / "config.yaml"
         path.write_text(path.read_text().replace("devices: 4\n", "devices: 4\n  strategy: fsdp\n"))
@@ -307,10 +296,6 @@ class TestText:
             main(["predict", "--help"])
         assert "lightning_memsave.LowBitOptimizer" in capsys.readouterr().out.replace("\n", " ")
 
-    def test_words_of_the_user_stay_out_of_the_json(self, capsys):
-        main(["predict", "net.py:Lit", "--batch", BATCH, "--json"])
-        assert "the user's own words" not in capsys.readouterr().out
-
 
 class TestBadInput:
     @pytest.mark.parametrize(
@@ -360,10 +345,6 @@ class TestBadInput:
         said = message_of(capsys, *args, status=3)
         assert "does not end: simulating the step takes more than 1 seconds" in said
         assert "net.py, line " in said
-
-    def test_a_step_that_ends_the_process_is_3(self, capsys):
-        said = message_of(capsys, "predict", "net.py:Leaves", "--batch", BATCH, status=3)
-        assert "SystemExit: 5" in said
 
 
 class TestProcess:

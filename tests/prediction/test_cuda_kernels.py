@@ -1,8 +1,6 @@
 import contextlib
 import sys
-from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.api import predict_memory
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda import autocast as _cuda_autocast
 from lightning_memsave.prediction.cuda.constants import (
@@ -537,83 +534,7 @@ class TestNothingIsLeftBehind:
             assert torch.equal(real_losses(), losses)
 
 
-def roberta():
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    sizes: Any = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return RobertaForMaskedLM(RobertaConfig(vocab_size=100, intermediate_size=128, **sizes)).train()
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: Any = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=100, intermediate_size=128, num_key_value_heads=2, **sizes)
-    return LlamaForCausalLM(config).train()
-
-
-class TestTrainer:
-    pytestmark = pytest.mark.slow
-
-    @staticmethod
-    def predicted(build, precision, device="cuda", **settings):
-        """The prediction, and which operators allocate what types."""
-        tokens = torch.ones(8, 128, dtype=torch.long)
-        prediction = predict_memory(
-            *(build(), {"input_ids": tokens, "labels": tokens}, None, settings),
-            device=device,
-            trainer_arguments={"precision": precision, "gradient_clip_val": 1.0},
-        )
-        origins = [origin for _, origin in prediction.trace.storages]
-        return prediction, {(origin.op.removeprefix("aten."), origin.dtype) for origin in origins}
-
-    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-    @pytest.mark.parametrize("build", [roberta, llama])
-    def test_two_steps(self, build, precision):
-        found, ops = self.predicted(build, precision)
-        names = {name for name, _ in ops}
-        assert "_foreach_sqrt" in names
-        assert "_scaled_dot_product_flash_attention_for_cpu" not in names
-        is_mixed = precision == "bf16-mixed"
-        if build is roberta:
-            kernel = "flash" if is_mixed else "efficient"
-            attention = f"_scaled_dot_product_{kernel}_attention"
-            assert {attention, f"{attention}_backward", "native_dropout"} <= names
-            on_cpu, _ = self.predicted(build, precision, "cpu")
-            assert found.peak.activation_bytes < on_cpu.peak.activation_bytes
-        else:
-            kernel = "_scaled_dot_product_flash_attention"
-            if not is_mixed:
-                is_math = IN_SHARED_HEADS == "math"
-                kernel = "bmm" if is_math else "_scaled_dot_product_efficient_attention"
-            assert kernel in names
-            assert ("pow", "float32") in ops
-
-    def test_with_checkpointing(self):
-        plain, _ = self.predicted(roberta, "bf16-mixed")
-        again, _ = self.predicted(roberta, "bf16-mixed", activation_checkpointing="all")
-        assert again.peak.activation_bytes < plain.peak.activation_bytes
-        attention = Counter(k.phase for k, n in again.work if k.kind == "attention")
-        # Each of two blocks in forward, and again in backward, which has one kernel of its own.
-        assert attention == {"forward": 2, "recomputation": 2, "backward": 2}
-
-
 class TestScratch:
-    def test_embeddings_sum_in_parts(self):
-        def temporary_bytes(num_tokens):
-            table = nn.Embedding(1000, 64)
-            output = table(torch.zeros(num_tokens, dtype=torch.long))
-            grad = torch.zeros_like(output)
-            with LiveTensors(table) as live:
-                output.backward(grad)
-            return live.peak.temporary_bytes
-
-        with fake_cuda():
-            assert temporary_bytes(3000) == 0  # a kernel for few
-            parts = 400 + 1000
-            expected = 24 * 4000 + 16 * 1000 + 2 * 8 + parts * (8 + 64 * 4)
-            assert temporary_bytes(4000) == expected
-
     def test_second_derivatives_still_work(self):
         with fake_cuda():
             table = nn.Embedding(10, 4)
@@ -621,12 +542,6 @@ class TestScratch:
             (grad,) = torch.autograd.grad(loss, table.weight, create_graph=True)
             grad.sum().backward()
             assert table.weight.grad.shape == (10, 4)
-
-
-class TestBadInput:
-    def test_unknown_kernel(self):
-        with pytest.raises(ConfigurationError, match="Use one of 'flash', 'efficient', 'math'"):
-            cuda_kernels("xformers").__enter__()
 
 
 def test_assumptions_are_sentences():

@@ -199,6 +199,12 @@ def _allocated(architecture: Architecture, technique: str) -> ProfilerPeak:
     return profiler_peak(step, alive)
 
 
+def test_predicts_sums_of_gradients_of_weights_in_bfloat16() -> None:
+    settings = SETTINGS["bf16_weights"] | {"micro_batch_size": 2}
+    architecture = ARCHITECTURES["roberta"]
+    assert predict(architecture, settings).peak_bytes == count(architecture, settings)
+
+
 class _Guessing(Lit):
     """Its code branches on weights, and chooses by them."""
 

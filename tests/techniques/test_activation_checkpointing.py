@@ -50,19 +50,6 @@ class WithLoss(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-@pytest.mark.parametrize(
-    ("family", "which"),
-    in_pairs(["bert", "gpt2", "llama", "t5"], ["nested:1,full:1,selective:1", "selective", 2]),
-    ids=str,
-)
-@pytest.mark.turns(2)
-def test_hugging_face_families_train_bitwise_equal(family, which):
-    """All whole blocks are recomputed in `test_hugging_face`."""
-    model = WithLoss(tiny(family))
-    saving = train(model, make_batch, ActivationCheckpointing(which), steps=2)
-    assert_bitwise_equal(train(model, make_batch, steps=2), saving)
-
-
 class CountOps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -146,14 +133,6 @@ def test_lora_trains_bitwise_equal_and_saves():
     plain = saved_bytes(lambda: model.train()(make_batch(0)))
     with ActivationCheckpointing().apply(model):
         assert saved_bytes(lambda: model(make_batch(0))) < 0.6 * plain
-
-
-def test_shared_layers_of_albert_train_bitwise_equal():
-    model = WithLoss(tiny("albert"))
-    with pytest.warns(NoEffectWarning, match="no repeated block was found"):
-        ActivationCheckpointing().apply(model)
-    technique = ActivationCheckpointing(blocks="AlbertLayer")
-    assert_bitwise_equal(train(model, make_batch), train(model, make_batch, technique))
 
 
 class TestSqrt:

@@ -20,7 +20,6 @@ from lightning_memsave.techniques.low_precision_weights.fused_steps import (
     Numbers,
     adam,
     adam_8bit,
-    bounds_of,
     matches_eager,
     random_bits,
 )
@@ -289,12 +288,6 @@ def test_says_and_predicts_where_updates_need_more_memory(works, monkeypatch):
     assert not fused_steps.describe_missing_kernel(torch.optim.SGD([param]), CPU)
     with fake_tensors():
         assert fused_steps._works_on(torch.zeros(4)) is works
-
-
-def test_bounds_are_computed_once_per_table():
-    qmap = torch.linspace(-1, 1, 256)
-    assert bounds_of(qmap) is bounds_of(qmap)
-    assert torch.equal(torch.bucketize(qmap, bounds_of(qmap)), torch.arange(256))
 
 
 def test_the_module_can_be_reloaded():

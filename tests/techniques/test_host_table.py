@@ -259,34 +259,6 @@ def test_copies_have_tables_of_their_own():
         assert torch.equal(made.table.weight, plain.table.weight)
 
 
-def test_evaluation_sees_all_updates():
-    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"])
-    train(plain, optimizer)
-    train(ours, other)
-    ids = torch.arange(WORDS).view(1, -1)
-    with torch.no_grad():
-        assert torch.equal(plain.table(ids), ours.table(ids))
-    with torch.inference_mode():
-        assert torch.equal(plain(ids), ours(ids))
-
-
-def test_a_failed_backward_pass_leaves_no_gradient():
-    (plain, _), (ours, _) = pair(OPTIMIZERS["adamw"])
-    hidden = ours.table(batch(0))
-
-    def fail(_: Tensor) -> None:
-        raise torch.OutOfMemoryError("for the test")
-
-    first = ours.table(batch(1))
-    first.register_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        (first.sum() * 2 + hidden.sum()).backward()
-    for model in (plain, ours):
-        model.zero_grad()
-        model(batch(2)).backward()
-    assert torch.equal(plain.table.weight.grad, ours.table.weight.grad)
-
-
 class HostOperators(TorchDispatchMode):
     """Finds operators, other than copies, that mix tensors of the host and of the device.
 

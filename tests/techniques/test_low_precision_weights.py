@@ -16,7 +16,6 @@ from lightning_memsave import LowBitOptimizer, LowPrecisionWeights, OptimizerInB
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.peak import PeakMemory
-from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.low_precision_weights import rounded_updates
 from lightning_memsave.techniques.optimizer_step import OWN_STATE, allocate_state, owners_of
@@ -650,34 +649,6 @@ class TestMemory:
             optimizer.step()
         # The weight and its gradient; later, in place of it, random bits and marks of NaN.
         assert live.peak.total_bytes - held == 2 * tile
-
-    def test_of_training_is_predicted(self):
-        """Without data, through the same code, and at the same bytes."""
-        peaks = []
-        for is_fake in (False, True):
-            model = nn.Sequential(nn.Embedding(3000, 512), nn.Linear(512, 64))
-            tokens = torch.randint(3000, (4, 8))
-            if is_fake:
-                with fake_tensors() as fake:
-                    peaks.append(self.peak(fake.copy_module(model), fake.copy_batch(tokens)))
-            else:
-                peaks.append(self.peak(model, tokens))
-        assert peaks[0] == peaks[1]
-
-    def peak(self, model: nn.Module, tokens: Tensor) -> dict[str, int]:
-        technique = LowPrecisionWeights()
-        technique.apply(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        technique.round_updates(optimizer)
-        technique.sum_gradients_in_fp32(model)
-        with LiveTensors(model, [optimizer]) as live:
-            for _ in range(2):
-                with torch.autocast("cpu", BF16):
-                    loss = model(tokens).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return live.peak.by_category()
 
     def test_of_state_is_compared_with_that_of_float32(self):
         before = []

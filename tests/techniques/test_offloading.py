@@ -633,16 +633,6 @@ class TestEmbeddings:
         handle.undo()
         assert not any(map(is_on_host, model.parameters()))
 
-    def test_a_table_alone_has_the_same_bits(self):
-        made = Offloaded("classifier", "embeddings", min_table_bytes=2**12)
-        plain = Offloaded("classifier", None)
-        for number in range(6):
-            assert torch.equal(made.step(number), plain.step(number))
-        made.handle.wait()
-        # Not `state_dict`, which waits.
-        assert_same(*(dict(each.model.named_parameters()) for each in (made, plain)))
-        made.close()
-
     @pytest.mark.parametrize("is_rounded_first", [True, False])
     @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
     def test_beside_rounded_updates(self, rounding, is_rounded_first):

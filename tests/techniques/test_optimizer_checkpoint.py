@@ -9,9 +9,11 @@ from lightning_memsave.techniques.low_bit_optimizer.checkpoint import convert_op
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
 from tests.helpers import assert_same
-from tests.techniques.test_optimizer_state import FAMILIES
+from tests.techniques.test_optimizer_state import FAMILIES, spoil
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
+
+GROUP, STATE = (["optimizer_states", 0, key, 0] for key in ("param_groups", "state"))
 
 
 class Reader(nn.Module):
@@ -297,3 +299,24 @@ def test_one_optimizer_that_keeps_several_kinds_of_state_stays_as_it_is():
 def test_what_is_no_optimizer_state_is_refused_in_words(states, message, to):
     with pytest.raises(IncompatibleError, match=message):
         convert_optimizer_states({"state_dict": {}, "optimizer_states": states}, to)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["state_dict"], 3, "`state_dict` is an int"),
+        (["optimizer_states"], None, "`optimizer_states` is a NoneType"),
+        ([*GROUP, "lr"], "fast", "`lr` is a str"),
+        ([*GROUP, "betas"], 3, "`betas` is an int"),
+        ([*GROUP, "param_names"], [], "has 0 `param_names` for 9 `params`"),
+        ([*GROUP, "params"], [[0]], "one of its `params` is a list"),
+        ([*STATE, "exp_avg"], "x", "`exp_avg` is a str"),
+        ([*STATE, "step"], "x", "`step` is a str"),
+        ([*STATE, "compensation"], torch.ones(3), r"`compensation` has shape \(3,\)"),
+    ],
+)
+def test_a_damaged_32bit_checkpoint_is_refused_in_words(path, value, message):
+    _, checkpoint = trained(FAMILIES["adamw"])
+    spoil(path, value)(checkpoint)
+    with pytest.raises(IncompatibleError, match=f"{message}.*Use an earlier checkpoint, or load"):
+        convert_optimizer_states(checkpoint, "8bit")
