@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_memsave.cli.main import main
-from tests.cli.shell import json_of, message_of, write_project
+from tests.cli.shell import json_of, message_of
 
 TRAPS = """
     import torch
@@ -32,14 +32,11 @@ TRAPS = """
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_project(tmp_path)
-    (tmp_path / "traps.py").write_text(textwrap.dedent(TRAPS))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def traps(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "traps.py").write_text(textwrap.dedent(TRAPS))
+    monkeypatch.syspath_prepend(str(project))
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 def checks_of(found: dict[str, Any]) -> list[str]:

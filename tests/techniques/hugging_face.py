@@ -36,135 +36,81 @@ CLASSES["musicgen_melody"] = "MusicgenMelodyForConditionalGeneration"
 VOCABULARY, WIDTH, LAYERS, HEADS, WIDER, HEAD, EXPERTS = 64, 32, 3, 2, 64, 16, 4
 SIZES = {
     name: size
-    for size, names in (
-        (
-            VOCABULARY,
-            """
+    for names, size in {
+        """
             vocab_size text_vocab_size audio_vocab_size vocab_size_per_layer_input codebook_size
-            entity_vocab_size encoder_hash_byte_group_vocab input_vocab_size output_vocab_size
-            head_out_channels num_embeddings pronunciation_vocab_size shape_vocab_size
+            entity_vocab_size num_embeddings pronunciation_vocab_size shape_vocab_size
             num_codevectors_per_group t2u_vocab_size unit_hifi_gan_vocab_size
-            """,
-        ),
-        (
-            WIDTH,
-            """
+        """: VOCABULARY,
+        """
             hidden_size d_model n_embd dim embed_dim embedding_size projection_dim
-            word_embed_proj_dim lru_width hidden_dim emb_dim encoder_hidden_size
-            decoder_hidden_size q_lora_rank kv_lora_rank output_dim out_hidden_size projection_size
-            fpn_hidden_size encoder_hidden_dim text_hidden_size audio_hidden_size condition_dim
-            backbone_hidden_size output_channels mask_feature_size cross_hidden_size
-            memory_attention_hidden_size memory_encoder_hidden_size mask_downsampler_embed_dim
-            memory_fuser_embed_dim iou_head_hidden_dim fusion_hidden_size upsample_groups
-            vector_quantization_hidden_dimension codebook_dim quantization_dim hidden_size_global
-            pred_hidden_size flow_size embedding_dim entity_emb_size subsampling_conv_channels
+            word_embed_proj_dim lru_width hidden_dim emb_dim encoder_hidden_size decoder_hidden_size
+            q_lora_rank kv_lora_rank output_dim out_hidden_size projection_size fpn_hidden_size
+            encoder_hidden_dim text_hidden_size audio_hidden_size condition_dim backbone_hidden_size
+            output_channels mask_feature_size iou_head_hidden_dim fusion_hidden_size upsample_groups
+            vector_quantization_hidden_dimension codebook_dim embedding_dim entity_emb_size
             pronunciation_embed_dim shape_embed_dim upsample_initial_channel unit_embed_dim
-            hidden_size_per_layer_input d_latents latent_channels patch_embeds_hidden_size
-            hidden_channels projector_hidden_size image_text_hidden_size loss_weighting_hidden_size
-            vit_dim mit_hidden_size base_channels conv_channels
-            """,
-        ),
-        (
-            LAYERS,
-            """
+            hidden_size_per_layer_input latent_channels projector_hidden_size image_text_hidden_size
+            loss_weighting_hidden_size vit_dim mit_hidden_size base_channels
+        """: WIDTH,
+        """
             num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
             num_encoder_layers num_decoder_layers layers encoder_num_hidden_layers
-            decoder_num_hidden_layers depth num_self_attends_per_block num_spatial_layers
-            num_temporal_layers num_timestamp_prediction_layers speech_encoder_layers
-            t2u_encoder_layers t2u_decoder_layers memory_attention_num_layers pred_num_hidden_layers
-            num_attention_layers
-            """,
-        ),
-        (
-            HEADS,
-            """
+            decoder_num_hidden_layers depth speech_encoder_layers t2u_encoder_layers
+            t2u_decoder_layers
+        """: LAYERS,
+        """
             num_attention_heads n_head n_heads num_heads encoder_attention_heads
             decoder_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads
             encoder_num_attention_heads decoder_num_attention_heads linear_num_heads attention_heads
-            num_self_attention_heads num_cross_attention_heads cross_num_attention_heads
-            cross_num_key_value_heads index_n_heads swa_num_attention_heads swa_num_key_value_heads
-            decoder_self_attention_heads decoder_cross_attention_heads pred_num_attention_heads
-            mit_num_attention_heads prompt_num_attention_heads
-            speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads
-            """,
-        ),
-        (
-            WIDER,
-            """
-            intermediate_size ffn_dim d_ff d_inner n_inner encoder_ffn_dim decoder_ffn_dim
+            index_n_heads swa_num_attention_heads swa_num_key_value_heads
+            decoder_self_attention_heads decoder_cross_attention_heads mit_num_attention_heads
+            prompt_num_attention_heads speech_encoder_attention_heads t2u_encoder_attention_heads
+            t2u_decoder_attention_heads
+        """: HEADS,
+        """
+            intermediate_size ffn_dim d_ff d_inner encoder_ffn_dim decoder_ffn_dim
             moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size mlp_dim
             dim_feedforward encoder_feedforward_dim projection_hidden_dim
-            projection_intermediate_size classifier_proj_size memory_fuser_intermediate_dim
-            memory_attention_feed_forward_hidden_size memory_attention_mlp_hidden_size
-            expert_ffn_hidden_size shared_experts_intermediate_size speech_encoder_intermediate_size
-            moe_shared_expert_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim
-            encoder_linear_units decoder_linear_units downsample_hidden_size mit_intermediate_size
-            """,
-        ),
-        (
-            HEAD,
-            """
+            projection_intermediate_size classifier_proj_size expert_ffn_hidden_size
+            speech_encoder_intermediate_size moe_shared_expert_intermediate_size t2u_encoder_ffn_dim
+            t2u_decoder_ffn_dim downsample_hidden_size mit_intermediate_size
+        """: WIDER,
+        """
             head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim
-            linear_value_head_dim linear_head_dim cross_head_dim index_head_dim swa_head_dim
-            num_mel_bins patch_length num_pos_feats input_feat_per_channel
-            """,
-        ),
-        (
-            EXPERTS,
-            """
-            num_experts num_local_experts n_routed_experts moe_num_experts num_filters n_filters
+            linear_value_head_dim linear_head_dim index_head_dim swa_head_dim num_mel_bins
+            num_pos_feats
+        """: HEAD,
+        """
+            num_experts num_local_experts n_routed_experts moe_num_experts num_filters
             zero_expert_num
-            """,
-        ),
-        (
-            128,
-            """
+        """: EXPERTS,
+        """
             max_position_embeddings n_positions max_source_positions max_target_positions
             max_2d_position_embeddings
-            """,
-        ),
-        (32, "image_size pretrain_image_size"),
-        (8, "patch_size"),
-        (4, "num_queries"),
-        (2, "num_experts_per_tok num_experts_per_token num_frames moe_topk"),
-        (1, "n_group topk_group num_expert_group bos_token_id"),
-        (0, "pad_token_id decoder_start_token_id"),
-        (2, "eos_token_id"),
-    )
+        """: 128,
+        "image_size pretrain_image_size": 32,
+        "patch_size": 8,
+        "num_queries": 4,
+        "num_experts_per_tok num_experts_per_token num_frames moe_topk eos_token_id": 2,
+        "n_group topk_group num_expert_group bos_token_id": 1,
+        "pad_token_id decoder_start_token_id": 0,
+    }.items()
     for name in names.split()
 }
 # Lists with an entry for each stage of a model.
-STAGES_OF_LAYERS = {
-    "depths",
-    "depth",
-    "stage_num_blocks",
-    "num_block_repeats",
-    "blocks_per_stage",
-    "stage_numb_of_layers",
-    "num_conv_layers",
-}
-STAGES_OF_HEADS = {"num_heads", "num_attention_heads", "num_attention_heads_per_stage"}
-STAGES_OF_WIDTHS = {
-    "hidden_sizes",
-    "embed_dim",
-    "embed_dims",
-    "embed_dim_per_stage",
-    "conv_dim",
-    "stem_channels",
-    "stage_in_channels",
-    "stage_mid_channels",
-    "stage_out_channels",
-    "encoder_in_channels",
-    "decoder_in_channels",
-    "backbone_channel_list",
-    "encoder_hidden_sizes",
-    "decoder_hidden_sizes",
-    "neck_hidden_sizes",
-    "out_features",
-    "fine_fusion_dims",
-    "moe_intermediate_size",
-    "intermediate_feature_dims",
-    "scaled_images_feature_dims",
+STAGES = {
+    name: size
+    for size, names in {
+        LAYERS: "depths stage_num_blocks stage_numb_of_layers",
+        HEADS: "num_heads num_attention_heads",
+        WIDTH: """
+            hidden_sizes embed_dim embed_dims conv_dim stem_channels stage_in_channels
+            stage_mid_channels stage_out_channels encoder_in_channels decoder_in_channels
+            neck_hidden_sizes
+        """,
+    }.items()
+    for name in names.split()
 }
 
 
@@ -191,11 +137,11 @@ def tiny_settings(config: Any) -> dict[str, Any]:
 def _tiny_list(name: str, values: Any, config: Any) -> dict[str, Any]:
     if name == "image_size":
         return {name: [min(value, SIZES[name]) for value in values]}
-    if name in STAGES_OF_LAYERS:
+    if STAGES.get(name) == LAYERS:
         return {name: [min(value, 2) for value in values]}
-    if name in STAGES_OF_HEADS:
+    if STAGES.get(name) == HEADS:
         return {name: [HEADS] * len(values)}
-    if name in STAGES_OF_WIDTHS and type(values[0]) is int:
+    if STAGES.get(name) == WIDTH and type(values[0]) is int:
         return {name: [value // 8 if value > 8 else value for value in values]}
     layers = getattr(config, "num_hidden_layers", None)
     if len(values) == layers and all(isinstance(value, str) for value in values):
@@ -321,39 +267,23 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 # Reason -> families.
 REASONS = {
-    "gives zeros with the small weights that transformers begins with, as narrow as here": """
+    "gives zeros with the small weights that transformers begins with": """
         sam_hq_vision_model sam_vision_model
     """,
-    "has no `forward`": """
-        bark glm_image_vqmodel
-    """,
-    "fails by itself in transformers 5.24: its language model has no `image_outputs`": """
-        llama4
-    """,
+    "has no `forward`": "bark glm_image_vqmodel",
+    "fails by itself in transformers 5.24: its language model has no `image_outputs`": "llama4",
     "has settings of its own for some layers, with over 8 M parameters": """
         dots3_note dots3_note_text
     """,
-    "is not exported by transformers": """
-        voxtral_realtime_text
-    """,
-    "its default neck does not fit its default backbone": """
-        pp_ocrv6_small_det
-    """,
-    "needs a configuration of its convolutions, which has no default": """
-        pp_ocrv6_medium_det
-    """,
-    "needs a map of layers and a rate of downsampling, which have no default": """
-        granite4_vision
-    """,
+    "is not exported by transformers": "voxtral_realtime_text",
+    "its default neck does not fit its default backbone": "pp_ocrv6_small_det",
+    "needs a configuration of its convolutions, which has no default": "pp_ocrv6_medium_det",
+    "needs a map of layers and a rate of downsampling, which have no default": "granite4_vision",
     "needs an inference session for its video": """
         edgetam_video sam2_video sam3_tracker_video sam3_video
     """,
-    "needs detectron2": """
-        layoutlmv2
-    """,
-    "needs natten": """
-        dinat
-    """,
+    "needs detectron2": "layoutlmv2",
+    "needs natten": "dinat",
     "needs settings or inputs of its own": """
         align apertus1p5 audio-spectrogram-transformer audioflamingo3_encoder autoformer bit blip-2
         blip_2_qformer blt bridgetower bros canary chameleon clap clvp cohere_asr cohere_compass
@@ -379,27 +309,18 @@ REASONS = {
         vibevoice_acoustic_tokenizer_encoder videoprism videoprism_vision_model vits vjepa2
         voxtral_realtime wav2vec2-bert wavtokenizer xcodec xcodec2 xmod
     """,
-    "needs scipy": """
-        inkling_mm_model
-    """,
+    "needs scipy": "inkling_mm_model",
     "needs the keys and values of the model that it drafts for": """
         gemma4_assistant gemma4_unified_assistant
     """,
     "needs timm": """
-        conditional_detr dab-detr deformable_detr detr edgetam edgetam_vision_model
-        fast_vlm gemma3n gemma3n_vision omdet-turbo pe_audio_video
-        pe_audio_video_encoder pe_video pe_video_encoder perception_lm table-transformer
-        timm_backbone timm_wrapper
+        conditional_detr dab-detr deformable_detr detr edgetam edgetam_vision_model fast_vlm gemma3n
+        gemma3n_vision omdet-turbo pe_audio_video pe_audio_video_encoder pe_video pe_video_encoder
+        perception_lm table-transformer timm_backbone timm_wrapper
     """,
-    "needs torchaudio": """
-        higgs_audio_v2_tokenizer
-    """,
-    "returns codes only, which have no gradient": """
-        wavtokenizer_encoder
-    """,
-    "seeds torch anew in each layer: trains differently each time by itself": """
-        reformer
-    """,
+    "needs torchaudio": "higgs_audio_v2_tokenizer",
+    "returns codes only, which have no gradient": "wavtokenizer_encoder",
+    "seeds torch anew in each layer: trains differently each time by itself": "reformer",
 }
 NOT_TRAINED = {family: why for why, names in REASONS.items() for family in names.split()}
 FAMILIES = [family for family in sorted(CLASSES) if family not in NOT_TRAINED]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
+from tests.callbacks.lit import LIGHTNING, loader_of, make_trainer
 from tests.conftest import chosen_number
 from tests.helpers import seed_all
 from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, caches_off
@@ -72,18 +72,10 @@ def train_with(
     seed: int = 7,
     **settings: Any,
 ) -> None:
-    trainer = Trainer(
-        **settings,
-        max_steps=len(batches),
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[] if callback is None else [callback],
-    )
+    callbacks = [] if callback is None else [callback]
+    trainer = make_trainer(LIGHTNING, *callbacks, max_steps=len(batches), **settings)
     seed_all(seed)
-    trainer.fit(lit, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(lit, loader_of(batches))
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:

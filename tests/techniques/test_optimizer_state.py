@@ -105,19 +105,6 @@ def test_width_follows_the_target_and_the_rest_is_bit_identical(name):
     assert kept is not moved
 
 
-def test_step_counts_are_kept_both_ways():
-    make, model = FAMILIES["adamw"], make_model()
-    old = make(model)
-    train(model, old, 7)
-    narrow = low_bit(model, make)
-    there = convert_state_dict(old.state_dict(), narrow)
-    assert there["state"][0]["step"] == 7
-    assert type(there["state"][0]["step"]) is int
-    narrow.load_state_dict(there)
-    back = convert_state_dict(narrow.state_dict(), make(model))
-    assert torch.equal(back["state"][0]["step"], old.state_dict()["state"][0]["step"])
-
-
 def test_checkpoints_of_bitsandbytes_own_classes_load():
     from bitsandbytes.optim.adamw import AdamW8bit
     from bitsandbytes.optim.rmsprop import RMSprop8bit
