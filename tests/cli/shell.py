@@ -1,11 +1,7 @@
 """Projects as users have them, and the command run in them."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +122,3 @@ def message_of(capsys: Any, *args: str, status: int = 2) -> str:
     assert len(lines) == 1
     assert "Traceback" not in err
     return lines[0]
-
-
-def run_process(
-    *args: str, text: str | None = None, program: Sequence[str] = ("-m", "lightning_memsave")
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, in the current folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *program, *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, input=text
-    )

@@ -1,7 +1,6 @@
 """Every wrong flag, file and argument around a prediction: one message with what to type."""
 
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lightning_memsave import (
     predict_memory,
 )
 from lightning_memsave.cli.main import main
-from tests.cli.shell import BATCH, message_of, write_project
+from tests.cli.shell import BATCH, message_of
 
 NAN = float("nan")
 
@@ -39,77 +38,79 @@ def join(value: str | list[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path):
-    write_project(tmp_path)
+def files(project):
     for name, text in YAML.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "cut.json").write_text('{"by_phase": 3, "modules": 3}')
-    (tmp_path / "report.json").write_text('{"changes": 3, "settings": 3}')
-    yield tmp_path
-    for name in [n for n in sys.modules if n == "net" or n.startswith("_memsave_target_")]:
-        del sys.modules[name]
+        (project / name).write_text(text)
+    (project / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (project / "cut.json").write_text('{"by_phase": 3, "modules": 3}')
+    (project / "report.json").write_text('{"changes": 3, "settings": 3}')
 
 
-class TestPredict:
-    @pytest.mark.parametrize(
-        ("target", "said"),
-        [
-            ("net.py:BATCH", "Write `net.py:Net` or"),
-            ("bytes.yaml", PRINTED),
-            ("value.yaml", 'Parser key "width"'),
-            ("misspelt.yaml", "Did you mean `precision`?"),
-            ("callback.yaml", PRINTED),
-            ("memsave.yaml", PRINTED),
-            ("memsave_name.yaml", "Did you mean `optimizer`"),
-            ("optimizer.yaml", "Check its class and arguments"),
-        ],
-    )
-    def test_models(self, target, said, capsys):
-        assert said in message_of(capsys, "predict", target, "--batch", BATCH)
-
-    @pytest.mark.parametrize(
-        ("option", "value", "said"),
-        [
-            ("--gpu", "T4,T5", 'Use "T4"'),
-            ("--gpu", "99TiB", 'the size of its memory, such as "12GiB"'),
-            ("--gpu", "12", 'Write for example "12GiB"'),
-            ("--arg", "width", "Write `name=value`"),
-            ("--task", "masked_lm", "Remove it"),
-            ("--model", "net:Lit", "Remove it"),
-            ("--precision", "bf17", "one of 32-true"),
-            ("--html", "nowhere/page.html", "nowhere"),
-            ("--snapshot", "nowhere/snapshot.pickle", "Name a file in a folder that exists"),
-            ("--variant", "optimizr=8bit", "Did you mean `optimizer`"),
-            ("--variant", "optimizer", "Write `name=value`"),
-            ("--variant", "", "Remove one"),
-            ("--optimizer", "", "Write `module:Class`"),
-            ("--optimizer-arg", "lr=1", "Add --optimizer"),
-            ("--set", "optimizer=9bit", BITS),
-            ("--set", "optimizer={", "with quotes around a string with special characters"),
-            ("--set", "keep_32bit=3", "Write it as `optimizer=LowBitOptimizer("),
-            ("--set", "tf32=true", "`torch.set_float32_matmul_precision("),
-            ("--set", "activation_checkpointing=9", "activation_checkpointing"),
-            ("--set", "blocks=Nope", "blocks"),
-        ],
-    )
-    def test_options(self, option, value, said, capsys):
-        arguments = ("predict", "net.py:Lit", "--batch", BATCH, option, value)
-        assert said in message_of(capsys, *arguments)
-
-    @pytest.mark.parametrize(
-        ("optimizer", "said"),
-        [
-            (["torch.optim"], "Write for example torch.optim.AdamW"),
-            (["net.py:nope"], "net.py:Net"),
-            (["SGD", "--optimizer-arg", "lr"], "Write `name=value`"),
-            (["SGD", "--optimizer-arg", "lr=-1"], "Check its arguments: --optimizer-arg"),
-        ],
-        ids=join,
-    )
-    def test_optimizers(self, optimizer, said, capsys):
-        arguments = ("predict", "net.py:Net", "--batch", BATCH, "--optimizer", *optimizer)
-        assert said in message_of(capsys, *arguments)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["net.py:BATCH"], "Write `net.py:Net` or"),
+        (["bytes.yaml"], PRINTED),
+        (["value.yaml"], 'Parser key "width"'),
+        (["misspelt.yaml"], "Did you mean `precision`?"),
+        (["callback.yaml"], PRINTED),
+        (["memsave.yaml"], PRINTED),
+        (["memsave_name.yaml"], "Did you mean `optimizer`"),
+        (["optimizer.yaml"], "Check its class and arguments"),
+        (["net.py:Lit", "--gpu", "T4,T5"], 'Use "T4"'),
+        (["net.py:Lit", "--gpu", "99TiB"], 'the size of its memory, such as "12GiB"'),
+        (["net.py:Lit", "--gpu", "12"], 'Write for example "12GiB"'),
+        (["net.py:Lit", "--arg", "width"], "Write `name=value`"),
+        (["net.py:Lit", "--task", "masked_lm"], "Remove it"),
+        (["net.py:Lit", "--model", "net:Lit"], "Remove it"),
+        (["net.py:Lit", "--precision", "bf17"], "one of 32-true"),
+        (["net.py:Lit", "--html", "nowhere/page.html"], "nowhere"),
+        (
+            ["net.py:Lit", "--snapshot", "nowhere/snapshot.pickle"],
+            "Name a file in a folder that exists",
+        ),
+        (["net.py:Lit", "--variant", "optimizr=8bit"], "Did you mean `optimizer`"),
+        (["net.py:Lit", "--variant", "optimizer"], "Write `name=value`"),
+        (["net.py:Lit", "--variant", ""], "Remove one"),
+        (["net.py:Lit", "--optimizer", ""], "Write `module:Class`"),
+        (["net.py:Lit", "--optimizer-arg", "lr=1"], "Add --optimizer"),
+        (["net.py:Lit", "--set", "optimizer=9bit"], BITS),
+        (
+            ["net.py:Lit", "--set", "optimizer={"],
+            "with quotes around a string with special characters",
+        ),
+        (["net.py:Lit", "--set", "keep_32bit=3"], "Write it as `optimizer=LowBitOptimizer("),
+        (["net.py:Lit", "--set", "tf32=true"], "`torch.set_float32_matmul_precision("),
+        (["net.py:Lit", "--set", "activation_checkpointing=9"], "activation_checkpointing"),
+        (["net.py:Lit", "--set", "blocks=Nope"], "blocks"),
+        (["net.py:Net", "--optimizer", "torch.optim"], "Write for example torch.optim.AdamW"),
+        (["net.py:Net", "--optimizer", "net.py:nope"], "net.py:Net"),
+        (["net.py:Net", "--optimizer", "SGD", "--optimizer-arg", "lr"], "Write `name=value`"),
+        (
+            ["net.py:Net", "--optimizer", "SGD", "--optimizer-arg", "lr=-1"],
+            "Check its arguments: --optimizer-arg",
+        ),
+        (["net.py:needs_gpu"], "requires a GPU"),
+        (["net.py:Lit", "--arg", "size=3"], "Its arguments are `width`, `depth`"),
+        (["net.py:Lit", "--gpu=-3GiB"], "must be between"),
+        (["net.py:Lit", "--gpu", "T4", "--device", "cpu"], "Remove one of the two"),
+        (["net.py:Lit", "--set", "batch=3"], "`batch` is not an argument of `MemSaveCallback`"),
+        (["net.py:Lit", "--set", "micro_batch_size=0"], "micro_batch_size=0"),
+        (["net.py:Lit", "--precision", "16", "--set", "precision=bf16"], "disagree"),
+        (["net.py:Lit", "--optimizer", "SGD"], "--set optimizer=8bit"),
+        (["net.py:Net", "--optimizer", "8bit"], "--set optimizer=8bit"),
+        (["net.py:Net", "--optimizer", "nowhere:make"], "There is no module `nowhere`"),
+        (["net.py:Net", "--optimizer", "torch.optim.Nope"], "`torch.optim` has no `Nope`"),
+        (["net.py:Net", "--optimizer", "builtins:list"], "returned a list"),
+        (["net.py:Manual", "--set", "micro_batch_size=2"], "automatic_optimization"),
+        (["net.py:Lit", "--variant", "optimizer='8bit"], "No closing quotation"),
+        (["net.py:Lit", "--html", "net.py/page.html"], "cannot be written"),
+        (["net.py:Lit", "--variant", "optimizer=8bit", "--variant", "optimizer=8bit"], "twice"),
+    ],
+    ids=join,
+)
+def test_predict(arguments, said, capsys):
+    assert said in message_of(capsys, "predict", *arguments, "--batch", BATCH)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`memsave compare` on models, predictions and reports of runs."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,18 +8,14 @@ import torch
 
 from lightning_memsave.api import compare_memory
 from lightning_memsave.cli.main import main
-from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of, write_project
+from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    write_project(tmp_path)
-    larger = tmp_path / "larger"
-    larger.mkdir()
-    (larger / "config.json").write_text(json.dumps({**TINY_GPT2, "vocab_size": 90}))
-    yield tmp_path
-    for name in ("net", "_memsave_target_net"):
-        sys.modules.pop(name, None)
+def larger(project):
+    (project / "larger").mkdir()
+    config = json.dumps({**TINY_GPT2, "vocab_size": 90})
+    (project / "larger" / "config.json").write_text(config)
 
 
 @pytest.fixture

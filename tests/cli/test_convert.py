@@ -10,6 +10,7 @@ import torch
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.cli.main import main
 from tests.callbacks.lit import PACKAGES, Trace, make_lit, make_trainer
+from tests.cli.shell import message_of
 from tests.helpers import full_disk
 
 # Lightning asks for the callback whose state is in the checkpoint; going on without it is the aim.
@@ -147,35 +148,49 @@ class Unknown:
     """What a user may have put into a checkpoint."""
 
 
-def write(content: Any) -> None:
-    torch.save(content, "bad.ckpt")
-
-
 LIGHTNING = {"pytorch-lightning_version": "2.6.6", "state_dict": {}}
 
 
+@pytest.fixture
+def files() -> None:
+    """What someone may give by mistake, and what cannot be converted."""
+    Path("notes.txt").write_text("hello")
+    Path("folder").mkdir()
+    Path("empty.ckpt").write_bytes(b"")
+    torch.save({"a": torch.ones(200, 200)}, "weights.pt")
+    whole = Path("weights.pt").read_bytes()
+    Path("cut.ckpt").write_bytes(whole[: len(whole) // 2])
+    torch.save({**LIGHTNING, "hyper_parameters": {"x": Unknown()}}, "objects.ckpt")
+    torch.save(
+        {**LIGHTNING, "optimizer_states": [{"state": {}, "param_groups": []}]}, "stateless.ckpt"
+    )
+    save(PACKAGES["lightning"])
+
+
+WRITTEN = "`trainer.save_checkpoint` has written"
+
+
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("arguments", "said"),
     [
-        (
-            lambda: write({**LIGHTNING, "hyper_parameters": {"x": Unknown()}}),
-            "it has an object of `tests.cli.test_convert.Unknown`, and loading that could run code",
-        ),
-        (
-            lambda: write({**LIGHTNING, "optimizer_states": [{"state": {}, "param_groups": []}]}),
-            "Conversion to 8bit cannot be applied: optimizer 0: it has no state",
-        ),
+        ([""], "Save a full one: `FSDPStrategy(state_dict_type='full')`"),
+        *(([name], WRITTEN) for name in ("nowhere.ckpt", "empty.ckpt", "cut.ckpt")),
+        *(([name], WRITTEN) for name in ("notes.txt", "weights.pt")),
+        (["objects.ckpt"], "it has an object of `tests.cli.test_convert.Unknown`, and loading"),
+        (["stateless.ckpt"], "Conversion to 8bit cannot be applied: optimizer 0: it has no state"),
+        (["last.ckpt", "--output", ""], "Pass the name of a file in it"),
+        (["last.ckpt", "--output", "folder"], "Pass the name of a file in it"),
+        (["last.ckpt", "--output", "nowhere/x.ckpt"], "Create it first"),
+        (["last.ckpt", "--output", "notes.txt/x.ckpt"], "Create it first"),
+        (["last.ckpt", "--output", "notes.txt"], "Pass --force, or another --output"),
+        (["last.ckpt", "--keep-32bit", "nope*"], "Use a pattern over names such as "),
+        (["last.ckpt", "--keep-32bit", ""], "Use a pattern over names such as "),
     ],
 )
-def test_what_cannot_be_converted_is_said_in_one_message(make, message, capsys):
-    make()
-    assert main(["convert", "bad.ckpt", "--to", "8bit"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("memsave convert: ")
-    assert message in captured.err
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
-    assert not Path("bad-8bit.ckpt").exists()
+def test_what_cannot_be_converted_is_said_in_one_message(arguments, said, capsys):
+    assert said in message_of(capsys, "convert", *arguments, "--to", "8bit", status=1)
+    assert not list(Path.cwd().glob("*-8bit.ckpt"))
 
 
 def test_keep_32bit(capsys):

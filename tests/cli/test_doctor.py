@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_memsave.cli.main import main
-from tests.cli.shell import json_of, message_of, write_project
+from tests.cli.shell import json_of, message_of
 
 TRAPS = """
     import torch
@@ -32,14 +32,11 @@ TRAPS = """
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_project(tmp_path)
-    (tmp_path / "traps.py").write_text(textwrap.dedent(TRAPS))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def traps(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "traps.py").write_text(textwrap.dedent(TRAPS))
+    monkeypatch.syspath_prepend(str(project))
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 def checks_of(found: dict[str, Any]) -> list[str]:
@@ -84,13 +81,6 @@ def test_yaml_with_a_callback(capsys: Any, project: Path) -> None:
     assert checks_of(found) == ["growing_metric", "memsave_conflict", "debug_settings"]
     found = json_of(capsys, "doctor", "traps.yaml", "--no-memsave", status=1)
     assert checks_of(found) == ["growing_metric", "debug_settings"]
-
-
-def test_a_strategy_is_a_note(capsys: Any, project: Path) -> None:
-    text = (project / "config.yaml").read_text()
-    (project / "fsdp.yaml").write_text(text.replace("trainer:\n", "trainer:\n  strategy: fsdp\n"))
-    (note,) = json_of(capsys, "doctor", "fsdp.yaml")["notes"]
-    assert "`strategy: fsdp` is ignored" in note
 
 
 def test_settings_of_the_command_line(capsys: Any) -> None:

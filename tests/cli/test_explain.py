@@ -10,7 +10,7 @@ import torch
 from lightning_memsave.cli.main import main
 from lightning_memsave.oom.diagnosis import diagnose
 from lightning_memsave.oom.message import read_out_of_memory
-from tests.cli.shell import BATCH, json_of, message_of, write_project
+from tests.cli.shell import BATCH, json_of, message_of
 
 FRAGMENTED = (
     "RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 15.90 GiB total "
@@ -18,12 +18,7 @@ FRAGMENTED = (
 )
 
 
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    write_project(tmp_path)
-    yield tmp_path
-    for name in ("net", "_memsave_target_net"):
-        sys.modules.pop(name, None)
+pytestmark = pytest.mark.usefixtures("project")
 
 
 class TestParameters:

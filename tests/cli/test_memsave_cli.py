@@ -15,7 +15,6 @@ from lightning_memsave import (
     MemSaveCLIMixin,
 )
 from lightning_memsave.cli import lightning_pytorch, pytorch_lightning
-from lightning_memsave.cli.main import main
 from tests.callbacks.lit import PACKAGES, make_lit, make_trainer
 
 # lightning 2.6.6 calls jsonargparse 4.53 by names of older releases.
@@ -84,22 +83,6 @@ def test_every_argument_of_the_callback_is_a_flag(name, capsys):
 
 
 @packages
-@pytest.mark.parametrize("enabled", ["true", "false"])
-def test_a_printed_configuration_gives_the_same_trainer(name, enabled, capsys):
-    settings = f"{{enabled: {enabled}, optimizer: lion_8bit, precision: bf16-mixed}}"
-    Path("config.yaml").write_text(f"memsave: {settings}")
-    first = run_cli(name, "--config=config.yaml")
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="0"):
-        run_cli(name, "--config=config.yaml", "--print_config")
-    Path("printed.yaml").write_text(capsys.readouterr().out)
-    second = run_cli(name, "--config=printed.yaml")
-    assert repr(callback_of(second)) == repr(callback_of(first))
-    assert (callback_of(second) is None) == (enabled == "false")
-    assert second.trainer.precision == first.trainer.precision
-
-
-@packages
 def test_a_saved_configuration_gives_the_same_run(name):
     save = sys.modules[CLIS[name].__mro__[2].__module__].SaveConfigCallback
     args = (
@@ -159,21 +142,16 @@ class TestPrecision:
         assert callback_of(cli).arguments["precision"] == in_callback
 
     @packages
-    def test_disagreement_is_an_error(self, name, capsys):
+    @pytest.mark.parametrize("is_default", [False, True])
+    def test_disagreement_is_an_error(self, name, is_default, capsys):
+        given = () if is_default else ("--trainer.precision=64-true",)
+        defaults = {"precision": "64-true"} if is_default else {}
         with pytest.raises(SystemExit, match="2"):
-            run_cli(name, "--memsave.precision=bf16-mixed", "--trainer.precision=64-true")
+            run_cli(name, "--memsave.precision=bf16-mixed", *given, trainer_defaults=defaults)
         message = (
             "--memsave.precision=bf16-mixed and --trainer.precision=64-true disagree. Remove one"
         )
         assert f"error: {message}" in capsys.readouterr().err
-
-    @packages
-    def test_defaults_of_the_command_line_count_as_given(self, name, capsys):
-        with pytest.raises(SystemExit, match="2"):
-            run_cli(
-                name, "--memsave.precision=bf16-mixed", trainer_defaults={"precision": "64-true"}
-            )
-        assert "disagree" in capsys.readouterr().err
 
 
 @packages
@@ -256,36 +234,6 @@ def test_the_mixin_works_on_an_own_cli(name):
     cli = run_cli(name, "--greeting=hi", "--memsave.report=false", cls=MyCLI)
     assert cli.config.greeting == "hi"
     assert repr(callback_of(cli)) == "MemSaveCallback(report=False)"
-
-
-@packages
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_run_goes_on_without_the_callback_after_memsave_convert(name):
-    """Also with what LightningCLI puts into checkpoints: hyper-parameters, its own names."""
-
-    class Lit(type(make_lit(PACKAGES[name]))):  # type: ignore[misc]
-        def __init__(self, lr: float = 1e-3) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.lr = lr
-
-    def fit(*args: str, max_epochs: int) -> Any:
-        settings = [flag for flag in TRAINER if "checkpointing" not in flag and "max" not in flag]
-        return CLIS[name](
-            Lit,
-            args=["fit", *settings, f"--trainer.max_epochs={max_epochs}", *args],
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=False,
-        )
-
-    first = fit("--memsave.optimizer=8bit", "--model.lr=0.002", max_epochs=1)
-    path = Path(first.trainer.checkpoint_callback.best_model_path)
-    assert main(["convert", str(path), "--to", "32bit", "--output", "wide.ckpt"]) == 0
-    plain = ("--memsave.enabled=false", "--trainer.enable_checkpointing=false")
-    second = fit(*plain, "--ckpt_path=wide.ckpt", max_epochs=2)
-    assert type(second.trainer.optimizers[0]) is torch.optim.AdamW
-    assert second.trainer.global_step == 12
-    assert second.model.lr == 0.002
 
 
 SCRIPT = """

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -10,16 +9,13 @@ import yaml  # type: ignore[import-untyped] # it comes without types
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_memsave import LowBitOptimizer
-from lightning_memsave.api import plan_memory
-from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.cli.lightning_pytorch import MemSaveCLI
+from lightning_memsave import MemSaveCallback, MemSaveCLI, plan_memory
 from lightning_memsave.cli.main import main
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of, write_project
+from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of
 from tests.report.test_page import data_in
 
 # Four blocks with activations of gigabytes: nothing of it is ever allocated.
@@ -41,12 +37,8 @@ FIXED = (
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path):
-    write_project(tmp_path)
-    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(TINY_GPT2 | {"n_layer": 4}))
-    yield tmp_path
-    for name in ("net", "_memsave_target_net"):
-        sys.modules.pop(name, None)
+def of_four_blocks(project):
+    (project / "gpt2" / "config.json").write_text(json.dumps(TINY_GPT2 | {"n_layer": 4}))
 
 
 def callbacks_of(config: Any, path: Any, monkeypatch: Any) -> list[MemSaveCallback]:
@@ -129,22 +121,6 @@ class TestOneBudget:
         options = ("--batch", TOKENS, "--gpu", "T4")
         again = json_of(capsys, "predict", "planned.yaml", *options)
         assert again["device_bytes"] == found["plan"]["device_bytes"]
-
-    @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-    def test_settings_that_are_fixed_are_in_the_yaml(self, capsys, project, monkeypatch):
-        config = {
-            "class_path": "lightning_memsave.LowBitOptimizer",
-            "init_args": {"force_8bit": ["*wte*"]},
-        }
-        given = (f"optimizer={json.dumps(config)}",)
-        options = [f"--set={text}" for text in (*given, *(f"{name}=null" for name in FIXED))]
-        wide = ("gpt2", "--arg", "n_embd=64", "--batch", "4096x32")
-        found = json_of(capsys, "plan", *wide, "--budget", "2560MiB", *options)
-        assert found["gpus"] == []
-        callbacks = callbacks_of(yaml.safe_load(found["yaml"]), project / "cli.yaml", monkeypatch)
-        for arguments in (callback.arguments for callback in callbacks):
-            assert arguments["precision"] is None
-            assert arguments["optimizer"] == LowBitOptimizer(force_8bit=("*wte*",))
 
     @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
     def test_techniques_of_a_yaml_file_are_fixed_and_written_as_they_were(

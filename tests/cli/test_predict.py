@@ -4,44 +4,19 @@ import itertools
 import json
 import pickle
 import shlex
-import sys
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import yaml  # type: ignore[import-untyped] # it comes without types
-from torch.utils.data import DataLoader
 
-from lightning_memsave import LowBitOptimizer
-from lightning_memsave.api import explain_memory, predict_memory
-from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave import LowBitOptimizer, MemSaveCallback, explain_memory, predict_memory
 from lightning_memsave.cli.main import main
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.target import make_batch_spec
-from tests.cli.shell import BATCH, json_of, message_of, run_process, write_project
+from tests.callbacks.lit import LIGHTNING, loader_of, make_trainer
+from tests.cli.shell import BATCH, json_of, message_of
 
-
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    write_project(tmp_path)
-    yield tmp_path
-    for name in ("net", "_memsave_target_net"):
-        sys.modules.pop(name, None)
-
-
-def train(module, batch, callback):
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=4,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    batches: Any = [batch] * 4
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def without_time(found):
@@ -108,17 +83,6 @@ class TestLightningCLI:
         assert found["settings"]["activation_checkpointing"] == "'all'"
         found = json_of(capsys, *arguments, "--no-memsave")
         assert found["settings"] == {"precision": "16-mixed"}
-
-    def test_techniques_with_a_class_path(self, capsys, project):
-        text = (project / "config.yaml").read_text()
-        name = "lightning_memsave.ActivationCheckpointing"
-        nested = f"\n          class_path: {name}\n          init_args: {{which: 'every:2'}}\n"
-        changed = text.replace(
-            "activation_checkpointing: all\n", f"activation_checkpointing:{nested}"
-        )
-        (project / "config.yaml").write_text(changed)
-        found = json_of(capsys, "predict", "config.yaml", "--batch", BATCH)
-        assert "every:2" in found["settings"]["activation_checkpointing"]
 
     def test_says_that_one_device_holds_all(self, capsys, project):
         path = project / "config.yaml"
@@ -251,7 +215,8 @@ class TestText:
             ).to_dict(),
         ]
         callback = MemSaveCallback()
-        train(load_target("net.py:Unlogged").build(), make_batch_spec(batch).build(), callback)
+        batches = loader_of([make_batch_spec(batch).build()] * 4)
+        make_trainer(LIGHTNING, callback).fit(load_target("net.py:Unlogged").build(), batches)
         summary = callback.monitor.summary
         found.append(summary.prediction.to_dict())
         for name in ("peak_bytes", "by_category", "by_phase", "settings"):
@@ -270,13 +235,6 @@ class TestText:
             assert found["settings"]["precision"] == precision
             explained = explain_memory("listed.yaml", BATCH, factors=[], remedies=False).prediction
             assert explained.settings["precision"] == precision
-
-    @pytest.mark.usefixtures("any_saving_counts")
-    def test_memsave_switches_everything_on(self, capsys):
-        batch = "float32[8,256],int64[8]"
-        found = json_of(capsys, "predict", "net.py:large", "--batch", batch, "--memsave")
-        assert found["settings"]["precision"] == "bf16-mixed"
-        assert {"activation_checkpointing", "optimizer"} <= found["settings"].keys()
 
     def test_techniques_are_json_with_a_class_path(self, capsys):
         batch = "float32[8,256],int64[8]<256"
@@ -307,36 +265,8 @@ class TestText:
             main(["predict", "--help"])
         assert "lightning_memsave.LowBitOptimizer" in capsys.readouterr().out.replace("\n", " ")
 
-    def test_words_of_the_user_stay_out_of_the_json(self, capsys):
-        main(["predict", "net.py:Lit", "--batch", BATCH, "--json"])
-        assert "the user's own words" not in capsys.readouterr().out
-
 
 class TestBadInput:
-    @pytest.mark.parametrize(
-        ("args", "said"),
-        [
-            (("net.py:needs_gpu",), "requires a GPU"),
-            (("net.py:Lit", "--arg", "size=3"), "Its arguments are `width`, `depth`"),
-            (("net.py:Lit", "--gpu=-3GiB"), "must be between"),
-            (("net.py:Lit", "--gpu", "T4", "--device", "cpu"), "Remove one of the two"),
-            (("net.py:Lit", "--set", "batch=3"), "`batch` is not an argument of `MemSaveCallback`"),
-            (("net.py:Lit", "--set", "micro_batch_size=0"), "micro_batch_size=0"),
-            (("net.py:Lit", "--precision", "16", "--set", "precision=bf16"), "disagree"),
-            (("net.py:Lit", "--optimizer", "SGD"), "--set optimizer=8bit"),
-            (("net.py:Net", "--optimizer", "8bit"), "--set optimizer=8bit"),
-            (("net.py:Net", "--optimizer", "nowhere:make"), "There is no module `nowhere`"),
-            (("net.py:Net", "--optimizer", "torch.optim.Nope"), "`torch.optim` has no `Nope`"),
-            (("net.py:Net", "--optimizer", "builtins:list"), "returned a list"),
-            (("net.py:Manual", "--set", "micro_batch_size=2"), "automatic_optimization"),
-            (("net.py:Lit", "--variant", "optimizer='8bit"), "No closing quotation"),
-            (("net.py:Lit", "--html", "net.py/page.html"), "cannot be written"),
-            (("net.py:Lit", "--variant", "optimizer=8bit", "--variant", "optimizer=8bit"), "twice"),
-        ],
-    )
-    def test_one_line_says_what_to_do(self, args, said, capsys):
-        assert said in message_of(capsys, "predict", *args, "--batch", BATCH)
-
     def test_nested_batches_come_from_a_function(self, capsys, project):
         said = message_of(capsys, "predict", "net:Lit", "--batch", "in={x=float32[8,64]}")
         assert 'name a function that returns the batch: "file.py:function"' in said
@@ -360,14 +290,3 @@ class TestBadInput:
         said = message_of(capsys, *args, status=3)
         assert "does not end: simulating the step takes more than 1 seconds" in said
         assert "net.py, line " in said
-
-    def test_a_step_that_ends_the_process_is_3(self, capsys):
-        said = message_of(capsys, "predict", "net.py:Leaves", "--batch", BATCH, status=3)
-        assert "SystemExit: 5" in said
-
-
-class TestProcess:
-    @pytest.mark.slow
-    def test_status_of_what_fits(self):
-        good = run_process("predict", "net:Lit", "--batch", BATCH, "--json")
-        assert (good.returncode, json.loads(good.stdout)["model"]) == (0, "Lit"), good.stderr

@@ -3,24 +3,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_memsave.api import compare_memory, predict_memory
-from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave import MemoryBreakdown, MemSaveCallback, compare_memory, predict_memory
 from lightning_memsave.callbacks.run_prediction import RunPrediction
-from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
-from tests.tabular_bert import (
-    LARGE_PARAMETERS,
-    LARGE_VOCABULARY,
-    SMALL_PARAMETERS,
-    SMALL_VOCABULARY,
-    TabularBert,
-)
+from tests.callbacks.lit import LIGHTNING, make_trainer
 
 PEAK = MemoryBreakdown(parameter_bytes=100)
 PREDICTION = MemoryPrediction(
@@ -39,17 +31,6 @@ class Later(LightningModule):
     def configure_model(self):
         if self.layer is None:
             self.layer = Small(5)
-
-
-def test_functions_are_called_without_allocating():
-    found = compare_memory(
-        lambda: TabularBert(SMALL_VOCABULARY), lambda: TabularBert(LARGE_VOCABULARY)
-    )
-    assert (found.total.before, found.total.after) == (SMALL_PARAMETERS, LARGE_PARAMETERS)
-    assert [c.name for c in found.modules[:2]] == [
-        "bert.embeddings.word_embeddings",
-        "tab_embeddings.word_embeddings",
-    ]
 
 
 def test_forms_of_models_mix(tmp_path):
@@ -72,18 +53,6 @@ def test_forms_of_models_mix(tmp_path):
         assert [c.difference for c in found.modules] == [4, 2]
 
 
-def test_configs_of_hugging_face(tmp_path):
-    from transformers import BertConfig
-
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
-    for name, vocab_size in (("a", 100), ("b", 1000)):
-        config = BertConfig(vocab_size=vocab_size, **sizes, architectures=["BertForMaskedLM"])
-        config.save_pretrained(tmp_path / name)
-    found = compare_memory(tmp_path / "a", tmp_path / "b" / "config.json")
-    assert found.modules[0].name == "bert.embeddings.word_embeddings"
-    assert found.modules[0].difference == 900 * 8
-
-
 def test_labels_are_classes_paths_or_what_is_said(tmp_path):
     torch.save(Small().state_dict(), "weights.pt")
     found = compare_memory(Small(), "weights.pt")
@@ -100,25 +69,10 @@ def test_predictions_also_as_json(tmp_path):
 
 def test_reports_of_real_runs(tmp_path):
     for name, accumulated in (("a", None), ("b", 2)):
-        trainer = Trainer(
-            max_steps=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            default_root_dir=tmp_path / name,
-            callbacks=[
-                MemSaveCallback(
-                    activation_checkpointing=None,
-                    optimizer=None,
-                    micro_batch_size=None,
-                    accumulate_grad_batches=accumulated,
-                )
-            ],
-        )
-        trainer.fit(BoringModel())
+        off: dict[str, Any] = dict.fromkeys(("optimizer", "micro_batch_size"))
+        callback = MemSaveCallback(None, **off, accumulate_grad_batches=accumulated)
+        settings = {"max_steps": 2, "limit_val_batches": 0, "default_root_dir": tmp_path / name}
+        make_trainer(LIGHTNING, callback, **settings).fit(BoringModel())
     paths = [tmp_path / name / "memsave_report.json" for name in ("a", "b")]
     found = compare_memory(*paths)
     assert found.kind == "predictions"

@@ -2,18 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memsave import MemoryBreakdown, MemoryPrediction
 from lightning_memsave.api import make_what_if, predict_memory
-from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.factors import FACTORS, explain_factors
 from lightning_memsave.explain.growth import max_positions
 from lightning_memsave.measure.parameters import parameter_table
-from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.prediction.what_if import (
-    find_sequence,
-    with_length,
-    with_samples,
-)
 from lightning_memsave.units import format_bytes
 from tests.helpers import ResidentGrowth
 
@@ -368,27 +361,6 @@ def test_a_change_that_the_model_refuses_makes_a_factor_unknown():
     found = ask("batch size", Eight(), torch.ones(4, 8), device="cpu")
     assert found.verdict == "unknown"
     assert "fails with a batch of 2" in found.sentence
-
-
-def test_changed_batches_keep_their_form():
-    tensor = torch.arange(6).view(3, 2)
-    batch = {"x": tensor, "same": tensor, "names": ["a", "b", "c"], "columns": ("u", "v")}
-    more = with_samples(batch, 4)
-    assert more["x"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
-    assert more["same"] is more["x"]
-    assert (more["names"], more["columns"]) == (["a", "b", "c", "a"], ("u", "v"))
-    mask = {"ids": torch.zeros(2, 8, dtype=torch.long), "mask": torch.ones(2, 1, 8, 8)}
-    sequence = find_sequence(mask)
-    assert sequence is not None
-    shorter = with_length(mask, sequence, 4)
-    assert [tuple(t.shape) for t in shorter.values()] == [(2, 4), (2, 1, 4, 4)]
-    assert shorter["mask"].untyped_storage().nbytes() == 2 * 4 * 4 * 4
-
-
-def test_an_axis_can_be_named():
-    assert find_sequence(torch.ones(2, 7, 5), 1).length == 7
-    with pytest.raises(ConfigurationError, match="sequence_axis=3"):
-        find_sequence(torch.ones(2, 7, 5), 3)
 
 
 def test_a_peak_of_nothing_is_no_reason_to_matter():

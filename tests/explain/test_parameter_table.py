@@ -7,9 +7,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave import ConfigurationError, MemoryBreakdown
 from lightning_memsave.core.plain_text import as_plain_text
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.dominant_parts import ModelStates, explain_parameters, model_states
 from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.prediction.fake.tensors import fake_tensors

@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memsave import ActivationCheckpointing, Offloading
 from lightning_memsave.measure import alive_tensors
 from lightning_memsave.measure.alive_tensors import find_alive_tensors, merge_alike
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    ActivationCheckpointing,
-)
-from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, make_model
 from tests.out_of_memory import OutOfMemoryAt
 

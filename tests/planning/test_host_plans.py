@@ -11,9 +11,8 @@ import pytest
 import torch
 import transformers
 
+from lightning_memsave import Exactness, InfeasiblePlanError
 from lightning_memsave.api import make_what_if
-from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.constants import EQUALLY_FAST
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.variants import Variants

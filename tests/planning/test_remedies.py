@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.api import explain_memory, plan_memory, predict_memory
-from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, explain_memory, plan_memory, predict_memory
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.remedies import best_that_fits
 from tests.explain.test_factors import bert, ids

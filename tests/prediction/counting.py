@@ -26,6 +26,7 @@ from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.trainer.nested_fit import quiet
+from tests.callbacks.lit import make_trainer
 from tests.prediction.architectures import SETTINGS, Architecture
 
 
@@ -98,23 +99,9 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
         patch = until_end.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(MicroBatchSetting, "prove", lambda *_: proven)
         counter = _Counter(until_end)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[
-                MemSaveCallback(
-                    **({"preset": "off"} | dict(settings)),
-                    report=False,
-                    predict=False,
-                ),
-                counter,
-            ],
-            **dict(architecture.trainer_arguments),
-        )
+        off: dict[str, Any] = {"preset": "off", "report": False, "predict": False}
+        callbacks = MemSaveCallback(**off | dict(settings)), counter
+        trainer = make_trainer(pl, *callbacks, **dict(architecture.trainer_arguments))
         torch.manual_seed(0)
         batches = _Batches(architecture.batch, num_batches)
         trainer.fit(architecture.make(), DataLoader(batches, batch_size=None))

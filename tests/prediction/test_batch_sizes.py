@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.what_if import (
     SequenceAxis,
     find_axis,
@@ -10,11 +12,20 @@ from lightning_memsave.prediction.what_if import (
 )
 
 
-def test_samples_are_counted_and_repeated():
-    assert sample_count({"x": torch.zeros(4, 2), "columns": ("a", "b")}) == 4
-    tensor, names = with_samples([torch.tensor([7, 8, 9]), ["a", "b", "c"]], 4)
-    assert tensor.tolist() == [7, 8, 9, 7]
-    assert names == ["a", "b", "c", "a"]
+def test_changed_batches_keep_their_form():
+    tensor = torch.arange(6).view(3, 2)
+    batch = {"x": tensor, "same": tensor, "names": ["a", "b", "c"], "columns": ("u", "v")}
+    assert sample_count(batch) == 3
+    more = with_samples(batch, 4)
+    assert more["x"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert more["same"] is more["x"]
+    assert (more["names"], more["columns"]) == (["a", "b", "c", "a"], ("u", "v"))
+    mask = {"ids": torch.zeros(2, 8, dtype=torch.long), "mask": torch.ones(2, 1, 8, 8)}
+    sequence = find_sequence(mask)
+    assert sequence is not None
+    shorter = with_length(mask, sequence, 4)
+    assert [tuple(t.shape) for t in shorter.values()] == [(2, 4), (2, 1, 4, 4)]
+    assert shorter["mask"].untyped_storage().nbytes() == 2 * 4 * 4 * 4
 
 
 def test_the_axis_of_the_sequence_is_found():
@@ -22,6 +33,9 @@ def test_the_axis_of_the_sequence_is_found():
     assert find_sequence(ids) == SequenceAxis(1, 128)
     assert find_sequence([torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)]) is None
     assert find_axis([torch.zeros(8, 256, 64), torch.zeros(8)], [256]) == SequenceAxis(1, 256)
+    assert find_sequence(torch.ones(2, 7, 5), 1) == SequenceAxis(1, 7)
+    with pytest.raises(ConfigurationError, match="sequence_axis=3"):
+        find_sequence(torch.ones(2, 7, 5), 3)
 
 
 def test_tokens_are_cut_and_repeated():

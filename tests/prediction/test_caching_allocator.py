@@ -62,104 +62,13 @@ class TestRules:
         allocator.malloc(num_bytes)
         assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, reserved)
 
-    def test_takes_the_smallest_block_that_fits(self):
-        allocator = CachingAllocator()
-        large, small = allocator.malloc(40 * MIB), allocator.malloc(30 * MIB)
-        allocator.free(large)
-        allocator.free(small)
-        assert allocator.malloc(29 * MIB) == small
-        assert allocator.reserved_bytes == 70 * MIB
-
-    def test_small_requests_share_a_segment(self):
-        allocator = CachingAllocator()
-        for _ in range(4):
-            allocator.malloc(512 * KIB)
-        assert allocator.reserved_bytes == 2 * MIB
-        allocator.malloc(1)
-        assert allocator.reserved_bytes == 4 * MIB
-
-    def test_pools_do_not_share(self):
-        allocator = CachingAllocator()
-        allocator.free(allocator.malloc(20 * MIB))
-        allocator.malloc(1)
-        assert allocator.reserved_bytes == 22 * MIB
-
-    def test_freed_neighbours_become_one_block(self):
-        allocator = CachingAllocator()
-        handles = [allocator.malloc(5 * MIB) for _ in range(4)]
-        for handle in (handles[0], handles[2], handles[1], handles[3]):
-            allocator.free(handle)
-        assert [[size for _, size, _ in segment] for segment in segments_of(allocator)] == [
-            [20 * MIB]
-        ]
-
     def test_no_bytes_are_no_memory(self):
         allocator = CachingAllocator()
         allocator.free(allocator.malloc(0))
         assert allocator.reserved_bytes == 0
 
 
-class TestExpandable:
-    def test_a_growing_request_reuses_the_segment(self):
-        plain, grown = (
-            CachingAllocator(),
-            CachingAllocator(settings=AllocatorSettings(expandable_segments=True)),
-        )
-        for allocator in (plain, grown):
-            for num_bytes in (40 * MIB, 60 * MIB, 80 * MIB):
-                allocator.free(allocator.malloc(num_bytes))
-        assert plain.reserved_bytes == 180 * MIB
-        assert grown.reserved_bytes == 80 * MIB
-
-    def test_grows_by_pages(self):
-        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=True))
-        allocator.malloc(1)
-        allocator.malloc(21 * MIB)
-        assert allocator.reserved_bytes == 2 * MIB + 40 * MIB
-        allocator.malloc(19 * MIB)
-        assert allocator.reserved_bytes == 42 * MIB
-
-    def test_prefers_a_gap_to_the_end_that_can_grow(self):
-        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=True))
-        gap, _ = allocator.malloc(12 * MIB), allocator.malloc(20 * MIB)  # 8 MiB left at the end
-        allocator.free(gap)
-        assert allocator.malloc(5 * MIB) == gap
-
-    def test_gives_back_pages_from_the_middle(self):
-        allocator = CachingAllocator(80 * MIB, settings=AllocatorSettings(expandable_segments=True))
-        _, middle, _ = (allocator.malloc(20 * MIB) for _ in range(3))
-        allocator.free(middle)
-        allocator.malloc(40 * MIB)
-        assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 1)
-        with pytest.raises(MemoryExhaustedError):
-            allocator.malloc(20 * MIB)
-
-    def test_gives_back_whole_pages_only(self):
-        allocator = CachingAllocator(
-            100 * MIB, settings=AllocatorSettings(expandable_segments=True)
-        )
-        first, middle, last = (allocator.malloc(n * MIB) for n in (15, 50, 15))  # four pages
-        allocator.free(middle)  # from 15 to 65: pages from 20 to 60
-        allocator.malloc(60 * MIB)
-        assert allocator.num_retries == 1
-        assert allocator.reserved_bytes == 100 * MIB
-        for handle in (first, last):
-            allocator.free(handle)
-        with pytest.raises(MemoryExhaustedError):
-            allocator.malloc(60 * MIB)
-        assert sum(size for segment in segments_of(allocator) for _, size, _ in segment) == (
-            allocator.reserved_bytes
-        )
-
-
 class TestCapacity:
-    def test_cached_segments_are_given_back_first(self):
-        allocator = CachingAllocator(100 * MIB)
-        allocator.free(allocator.malloc(60 * MIB))
-        allocator.malloc(80 * MIB)
-        assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 1)
-        assert allocator.peak_reserved_bytes == 80 * MIB
-
     def test_says_what_is_in_the_way(self):
         allocator = CachingAllocator(100 * MIB)
         kept = allocator.malloc(50 * MIB)
@@ -169,15 +78,6 @@ class TestCapacity:
             allocator.malloc(60 * MIB)
         allocator.free(kept)
         allocator.malloc(60 * MIB)
-
-    def test_fragments_can_fail_a_request_that_would_fit(self):
-        allocator = CachingAllocator(40 * MIB)
-        handles = [allocator.malloc(10 * MIB - 512) for _ in range(4)]
-        for handle in handles[::2]:
-            allocator.free(handle)
-        with pytest.raises(MemoryExhaustedError):
-            allocator.malloc(15 * MIB)
-        assert allocator.allocated_bytes < 25 * MIB
 
 
 class TestReplay:
@@ -232,16 +132,6 @@ class TestProperties:
     @both_kinds
     @given(STEPS)
     @settings(deadline=None)
-    def test_reserved_is_at_least_allocated(self, expandable, steps):
-        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
-        handles = run(allocator, steps)
-        assert allocator.reserved_bytes >= allocator.allocated_bytes >= sum(handles.values())
-        assert allocator.peak_reserved_bytes == allocator.reserved_bytes  # nothing goes back
-        assert allocator.peak_allocated_bytes <= allocator.peak_reserved_bytes
-
-    @both_kinds
-    @given(STEPS)
-    @settings(deadline=None)
     def test_all_freed_leaves_one_free_block_in_each_segment(self, expandable, steps):
         allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
         for handle in run(allocator, steps):
@@ -264,52 +154,10 @@ class TestProperties:
 
 
 class TestStreams:
-    def test_free_memory_of_a_stream_is_not_for_another(self):
-        allocator = CachingAllocator()
-        allocator.free(allocator.malloc(30 * MIB, "copies"))
-        allocator.malloc(30 * MIB)
-        assert allocator.reserved_bytes == 60 * MIB
-        allocator.malloc(30 * MIB, "copies")
-        assert allocator.reserved_bytes == 60 * MIB
-
-    def test_all_of_it_is_returned_when_memory_runs_out(self):
-        allocator = CachingAllocator(50 * MIB)
-        allocator.free(allocator.malloc(30 * MIB, "copies"))
-        allocator.malloc(40 * MIB)
-        assert (allocator.reserved_bytes, allocator.num_retries) == (40 * MIB, 1)
-
     def test_replay_takes_the_stream_of_each_request(self):
         allocator = CachingAllocator()
         allocator.replay([(1, 30 * MIB, "copies"), (1, -30 * MIB, "copies"), (2, 30 * MIB, "")])
         assert allocator.reserved_bytes == 60 * MIB
-
-
-class TestMaxSplitSize:
-    settings = AllocatorSettings(max_split_bytes=32 * MIB)
-
-    def test_a_larger_block_is_not_split(self):
-        plain, limited = CachingAllocator(), CachingAllocator(settings=self.settings)
-        for allocator in (plain, limited):
-            allocator.free(allocator.malloc(100 * MIB))
-            allocator.malloc(12 * MIB)
-        assert (plain.reserved_bytes, limited.reserved_bytes) == (100 * MIB, 112 * MIB)
-
-    def test_it_is_kept_for_requests_of_about_its_size(self):
-        allocator = CachingAllocator(settings=self.settings)
-        allocator.free(allocator.malloc(100 * MIB))
-        handle = allocator.malloc(90 * MIB)
-        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (100 * MIB, 100 * MIB)
-        allocator.free(handle)
-        allocator.malloc(80 * MIB)
-        assert allocator.reserved_bytes == 180 * MIB
-
-    def test_such_blocks_are_returned_before_all_others(self):
-        allocator = CachingAllocator(150 * MIB, self.settings)
-        small, large = allocator.malloc(20 * MIB), allocator.malloc(100 * MIB)
-        allocator.free(small)
-        allocator.free(large)
-        allocator.malloc(60 * MIB)
-        assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 0)
 
 
 @pytest.mark.parametrize(

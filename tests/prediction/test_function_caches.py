@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback
-from lightning_memsave.api import predict_memory
+from lightning_memsave import MemSaveCallback, predict_memory
+from tests.callbacks.lit import LIGHTNING, make_trainer
 
 
 def kept(maxsize: int) -> Any:
@@ -58,15 +58,7 @@ class Lit(LightningModule):
 
 
 def fit(lit: Lit, *callbacks: MemSaveCallback) -> list[float]:
-    trainer = Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*callbacks],
-    )
+    trainer = make_trainer(LIGHTNING, *callbacks, max_steps=2)
     torch.manual_seed(0)
     trainer.fit(lit, DataLoader(torch.ones(8, 8), batch_size=4))  # type: ignore[arg-type]
     return [loss.item() for loss in lit.losses]

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz as viewer
 
-from lightning_memsave import predict_memory
-from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave import ConfigurationError, MemoryPrediction, predict_memory
 from lightning_memsave.prediction.snapshot import Origin, StepTrace
 
 # What MemoryViz.js of torch 2.13 unpickles.

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.memory import host_copies
-from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.recording import Event, Recording, StepProfile
 
 
@@ -212,31 +211,6 @@ def test_buffers_belong_to_their_module():
     assert sum(e.change for e in buffers) == 8 + 8 + 8
 
 
-def test_storages_that_are_resized():
-    kept = []
-
-    def step() -> None:
-        tensor = torch.ones(10)
-        kept.append(tensor)
-        tensor.untyped_storage().resize_(8)
-        tensor.untyped_storage().resize_(80)
-
-    events = record(nn.Module(), step).events
-    assert [e.change for e in events] == [40, -32, 72]
-    assert len({id(e.storage) for e in events}) == 1
-
-
-def test_what_is_freed_and_the_ends_of_batches():
-    model = nn.Module()
-    with StepProfile(model) as profile:
-        torch.ones(10)
-        profile.end_batch()
-        torch.ones(20)
-        profile.end_batch()
-    assert [e.change for e in profile.recording.events] == [40, -40, 80, -80]
-    assert profile.recording.batch_ends == [2, 4]
-
-
 def test_host_copies_are_no_events():
     def step() -> None:
         with host_copies():
@@ -263,16 +237,6 @@ def test_an_error_in_forward_leaves_the_module():
     assert made(record(model, step), "forward")[-1][0] == ""
 
 
-def test_the_time_limit():
-    model = nn.Module()
-    with (
-        pytest.raises(TimeoutError, match="longer than allowed"),
-        StepProfile(model, deadline_s=processor_time_s() - 1),
-    ):
-        torch.ones(3)
-    torch.ones(3)  # nothing stays
-
-
 def test_nothing_stays_where_the_time_is_over_at_once():
     profile = StepProfile(model := Net(), deadline_s=processor_time_s() - 1)
     with pytest.raises(TimeoutError), profile:
@@ -280,35 +244,6 @@ def test_nothing_stays_where_the_time_is_over_at_once():
     assert not torch.nn.modules.module._has_any_global_hook()
     assert "resize_" not in vars(torch.UntypedStorage)
     assert not model.first.weight._post_accumulate_grad_hooks
-
-
-def test_tensors_without_data_are_followed_as_real_ones():
-    def changes(model: nn.Module, x: Tensor) -> list[tuple[str, str, str, int]]:
-        optimizer = torch.optim.AdamW(model.parameters())
-
-        def step() -> None:
-            for _ in range(2):
-                optimizer.zero_grad()
-                model(x).backward()
-                optimizer.step()
-
-        events = record(model, step, optimizer).events
-        return [(e.module, e.op, e.storage.category, e.change) for e in events]
-
-    model = Net()
-    with fake_tensors() as fakes:
-        without_data = changes(fakes.copy_module(model), fakes.copy_batch(X))
-    with_data = changes(model, X)
-    size = sum(change for *_, change in with_data)
-    assert sum(change for *_, change in without_data) == size
-    peaks = []
-    for found in (without_data, with_data):
-        live = highest = 0
-        for *_, change in found:
-            live += change
-            highest = max(live, highest)
-        peaks.append(highest)
-    assert peaks[0] == peaks[1]
 
 
 class TestAllocations:

@@ -1,6 +1,5 @@
 """A real browser to look at a page with: Chromium without a window, driven through its pipe."""
 
-import base64
 import json
 import os
 import select
@@ -169,15 +168,3 @@ class Chromium:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        answer = self.send(
-            "Page.captureScreenshot", captureBeyondViewport=whole, **self._clip(whole)
-        )
-        path.write_bytes(base64.b64decode(answer["data"]))
-
-    def _clip(self, whole: bool) -> dict[str, Any]:
-        if not whole:
-            return {}
-        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, **{k: size[k] for k in ("width", "height")}, "scale": 1}}

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_memsave.api import predict_memory
-from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave import MemoryPrediction, predict_memory
 
 NUM_BLOCKS = 2
 RUNGS: dict[str, dict[str, Any]] = {

@@ -135,16 +135,6 @@ def test_fits_the_width(browser, tmp_path, width):
     browser.resize(1200, 900)
 
 
-def test_follows_the_system(browser, tmp_path):
-    opened(browser, tmp_path)
-    ink = "getComputedStyle(document.querySelector('.chosen text')).fill"
-    browser.prefer("light")
-    light = browser.run(ink)
-    browser.prefer("dark")
-    assert browser.run(ink) != light
-    assert browser.errors == []
-
-
 def test_one_plan_that_is_the_unchanged_step(browser, tmp_path):
     opened(browser, tmp_path, [plan_of(12, 1.0, "bitwise", EVIL, True)])
     assert not re.search(

@@ -11,14 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.result import (
-    MemoryPrediction,
-    ModuleMemory,
-    TensorMemory,
-    Timeline,
-)
+from lightning_memsave import ConfigurationError, MemoryBreakdown, MemoryPrediction
+from lightning_memsave.prediction.result import ModuleMemory, TensorMemory, Timeline
 from lightning_memsave.report.page import CATEGORIES, write_page
 from lightning_memsave.units import format_bytes
 from tests.helpers import full_disk

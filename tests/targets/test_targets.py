@@ -517,91 +517,83 @@ class TestCheckpoint:
             make_batch_spec("8x512", load_target("a.pt"))
 
 
-TEXT_TASKS = {
-    "masked_lm": {"labels": (2, 6)},
-    "causal_lm": {"labels": (2, 6)},
-    "sequence_classification": {"labels": (2,)},
-    "token_classification": {"labels": (2, 6)},
-    "question_answering": {"start_positions": (2,), "end_positions": (2,)},
-}
+T5: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
+IMAGES = {k: v for k, v in TINY.items() if k not in ("vocab_size", "max_position_embeddings")}
+TEXT: dict[str, Any] = {"input_ids": (2, 6), "attention_mask": (2, 6)}
+# Config, task, what is changed, sizes in words -> shapes of the batch.
+TASKS: list[Any] = [
+    (RobertaConfig(**TINY), "masked_lm", {}, "2x6", TEXT | {"labels": (2, 6)}),
+    (RobertaConfig(**TINY), "causal_lm", {}, "2x6", TEXT | {"labels": (2, 6)}),
+    (RobertaConfig(**TINY), "token_classification", {}, "2x6", TEXT | {"labels": (2, 6)}),
+    (
+        RobertaConfig(**TINY),
+        "question_answering",
+        {"num_labels": 2},
+        "2x6",
+        TEXT | {"start_positions": (2,), "end_positions": (2,)},
+    ),
+    *(
+        (BertConfig(**TINY), "sequence_classification", changes, "2x6", TEXT | {"labels": shape})
+        for changes, shape in (
+            ({"num_labels": 1}, (2,)),
+            ({"num_labels": 3}, (2,)),
+            ({"num_labels": 3, "problem_type": "multi_label_classification"}, (2, 3)),
+        )
+    ),
+    (
+        BertConfig(**TINY),
+        "multiple_choice",
+        {},
+        "2x4x6",
+        {"input_ids": (2, 4, 6), "attention_mask": (2, 4, 6), "labels": (2,)},
+    ),
+    *(
+        (T5Config(**T5, num_heads=2), "seq2seq_lm", {"decoder_start_token_id": 0}, sizes, shapes)
+        for sizes, shapes in (
+            ("2x6", TEXT | {"labels": (2, 6)}),
+            ("2x6x4", TEXT | {"labels": (2, 4)}),
+        )
+    ),
+    *(
+        (
+            ViTConfig(**IMAGES, image_size=32, patch_size=8),
+            "image_classification",
+            {},
+            sizes,
+            {"pixel_values": (2, 3, 32, 32), "labels": (2,)},
+        )
+        for sizes in ("2x3x32x32", "2")
+    ),
+]
 
 
 class TestBatchOfHuggingFace:
-    @pytest.mark.parametrize("task", TEXT_TASKS)
-    def test_text(self, tmp_path, task):
-        labels = 2 if task == "question_answering" else 3
-        path = write_config(tmp_path, RobertaConfig(**TINY))
-        target = load_target(path, task=task, arguments={"num_labels": labels})
-        batch = batch_of(target, "2x6")
-        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-        inputs = {"input_ids": (2, 6), "attention_mask": (2, 6)}
-        assert shapes == inputs | TEXT_TASKS[task]
-        assert batch["attention_mask"].all()
-        target.build()(**batch).loss.backward()
-
-    @pytest.mark.parametrize("sizes", ["2x6", "2x6x4"])
-    def test_translation(self, tmp_path, sizes):
-        sizes_of_it: dict[str, Any] = {
-            "vocab_size": 50,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 32,
-            "num_layers": 1,
-        }
-        config = T5Config(**sizes_of_it, num_heads=2)
-        path = write_config(tmp_path, config, decoder_start_token_id=0)
-        target = load_target(path, task="seq2seq_lm")
+    @pytest.mark.parametrize(("config", "task", "changes", "sizes", "shapes"), TASKS)
+    def test_trains(self, tmp_path, config, task, changes, sizes, shapes):  # noqa: PLR0917
+        target = load_target(write_config(tmp_path, config), task=task, arguments=changes)
         batch = batch_of(target, sizes)
-        assert batch["labels"].shape == ((2, 6) if sizes == "2x6" else (2, 4))
+        assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == shapes
+        assert "attention_mask" not in batch or batch["attention_mask"].all()
         target.build()(**batch).loss.backward()
-
-    def test_translation_without_a_first_token(self, tmp_path):
-        sizes: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32}
-        path = write_config(tmp_path, T5Config(**sizes, num_layers=1, num_heads=2))
-        with pytest.raises(ConfigurationError, match=r"--arg decoder_start_token_id=0"):
-            batch_of(load_target(path, task="seq2seq_lm"), "2x6")
-        target = load_target(path, task="seq2seq_lm", arguments={"decoder_start_token_id": 0})
-        target.build()(**batch_of(target, "2x6")).loss.backward()
-
-    def test_multiple_choice(self, tmp_path):
-        target = load_target(write_config(tmp_path, BertConfig(**TINY)), task="multiple_choice")
-        target.build()(**batch_of(target, "2x4x6")).loss.backward()
-        with pytest.raises(ConfigurationError, match="`8x4x512`"):
-            batch_of(target, "2x6")
 
     @pytest.mark.parametrize(
-        ("changes", "shape", "dtype"),
+        ("config", "task", "sizes", "message"),
         [
-            ({"num_labels": 1}, (2,), torch.float32),
-            ({"num_labels": 3}, (2,), torch.int64),
+            (T5Config(**T5, num_heads=2), "seq2seq_lm", "2x6", "--arg decoder_start_token_id=0"),
+            (BertConfig(**TINY), "multiple_choice", "2x6", "`8x4x512`"),
             (
-                {"num_labels": 3, "problem_type": "multi_label_classification"},
-                (2, 3),
-                torch.float32,
+                ViTConfig(**IMAGES, image_size=32),
+                "image_classification",
+                "2x1x32x32",
+                "`2x3x32x32`",
             ),
+            (ViTConfig(**IMAGES), "image_classification", "2x32", "channels x height x width"),
         ],
     )
-    def test_labels_follow_the_problem(self, tmp_path, changes, shape, dtype):
-        path = write_config(tmp_path, BertConfig(**TINY))
-        target = load_target(path, task="sequence_classification", arguments=changes)
-        batch = batch_of(target, "2x6")
-        assert (tuple(batch["labels"].shape), batch["labels"].dtype) == (shape, dtype)
-        target.build()(**batch).loss.backward()
-
-    @pytest.mark.parametrize("sizes", ["2x3x32x32", "2"])
-    def test_images(self, tmp_path, sizes):
-        small = {
-            k: v for k, v in TINY.items() if k not in ("vocab_size", "max_position_embeddings")
-        }
-        config = ViTConfig(**small, image_size=32, patch_size=8)
-        target = load_target(write_config(tmp_path, config), task="image_classification")
-        batch = batch_of(target, sizes)
-        assert batch["pixel_values"].shape == (2, 3, 32, 32)
-        target.build()(**batch).loss.backward()
-        with pytest.raises(ConfigurationError, match="Use `2x3x32x32`"):
-            batch_of(target, "2x1x32x32")
-        with pytest.raises(ConfigurationError, match="samples x channels x height x width"):
-            batch_of(target, "2x32")
+    def test_other_sizes_are_refused(self, tmp_path, config, task, sizes, message):
+        target = load_target(write_config(tmp_path, config), task=task)
+        with pytest.raises(ConfigurationError, match=message):
+            batch_of(target, sizes)
 
     def test_a_model_inside_a_lightning_module(self, project):
         config = GPT2Config(**TINY_GPT2)

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, LowBitOptimizer
+from lightning_memsave.core.memory import HOST, category_in_context, is_host, mark_as_host
+from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
@@ -78,6 +80,36 @@ class Offloaded:
     def close(self) -> None:
         for function in reversed(self._undo):
             function()
+
+
+class HostOperators(TorchDispatchMode):
+    """Finds operators, other than copies and work of the host, that compute with host memory.
+
+    Tensors made on the host's behalf are marked, as LiveTensors counts them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > 0]
+        kinds = {is_host(t.untyped_storage()) for t in found}
+        is_copy = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+        # Without a mode autograd adds in place.
+        is_sum = func is torch.ops.aten.add.Tensor and in_backward()
+        if len(kinds) > 1 and not is_copy:
+            self.mixed.append(str(func))
+        if kinds == {True} and not (is_copy or is_sum) and category_in_context() != HOST:
+            made = str(func)
+            if not any(view in made for view in ("slice", "detach", "view", "alias", "empty")):
+                self.mixed.append(made)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            is_made = category_in_context() == HOST or (is_sum and kinds == {True})
+            if is_made and isinstance(tensor, Tensor):
+                mark_as_host(tensor)
+        return result
 
 
 def assert_bitwise(ours: Offloaded, theirs: Offloaded, num_steps: int = 4) -> None:

@@ -4,19 +4,19 @@ import copy
 import pickle
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from lightning_memsave import ActivationCheckpointing, AttentionKernel
+from lightning_memsave import ActivationCheckpointing, AttentionKernel, PeakMemory
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
     MemsaveWarning,
     NoEffectWarning,
 )
-from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from tests.helpers import snapshot
@@ -153,30 +153,22 @@ def test_scores_are_not_saved():
         assert before - step_bytes() >= 4 * 2 * 4 * 300**2
 
 
-def test_works_on_models_inside_of_others():
-    module = nn.ModuleDict({"first": bert(), "second": nn.Sequential(nn.Linear(2, 2), gpt2())})
-    handle = AttentionKernel().apply(module)
-    assert handle.changes == (
-        "`BertForMaskedLM` at `first`: eager -> sdpa",
-        "`GPT2LMHeadModel` at `second.1`: eager -> sdpa",
-    )
-    handle.undo()
-    assert module["second"][1].config._attn_implementation == "eager"
-
-
 # peft asks models for a property that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_works_under_peft():
-    peft = pytest.importorskip("peft")
+def test_works_on_models_inside_of_others_and_under_peft():
     config = peft.LoraConfig(r=2, target_modules=["query", "value"])
-    plain = peft.get_peft_model(bert(), config)
+    adapted = peft.get_peft_model(bert(), config)
+    module = nn.ModuleDict({"first": gpt2(), "second": nn.Sequential(nn.Linear(2, 2), adapted)})
     batch = words()
-    eager = [t.clone() for t in loss_and_gradients(plain, batch)]
-    with AttentionKernel().apply(plain) as handle:
-        assert handle.changes == ("`BertForMaskedLM` at `base_model.model`: eager -> sdpa",)
-        fused = loss_and_gradients(plain, batch)
+    eager = [t.clone() for t in loss_and_gradients(adapted, batch)]
+    with AttentionKernel().apply(module) as handle:
+        assert handle.changes == (
+            "`GPT2LMHeadModel` at `first`: eager -> sdpa",
+            "`BertForMaskedLM` at `second.1.base_model.model`: eager -> sdpa",
+        )
+        fused = loss_and_gradients(adapted, batch)
     assert max(errors(fused, [t.double() for t in eager])) < 1e-6
-    assert plain.base_model.model.config._attn_implementation == "eager"
+    assert adapted.base_model.model.config._attn_implementation == "eager"
 
 
 def test_sub_models_have_kernels_of_their_own():
@@ -206,44 +198,42 @@ def test_encoder_and_decoder_with_configurations_of_their_own():
         assert part.config._attn_implementation == "eager"
 
 
-def no_effect(model, match, kernel="sdpa"):
+UNCHANGED = {
+    "not supported": (
+        lambda: tiny("gemma2", **EAGER),
+        "Gemma2ForCausalLM does not support.*scaled_dot_product",
+    ),
+    "chosen when it is built": (
+        lambda: tiny("falcon", **EAGER),
+        "attention of `FalconForCausalLM` cannot be changed",
+    ),
+    "returns attention weights": (lambda: bert(output_attentions=True), "output_attentions=True"),
+    "in float32": (lambda: tiny("gpt2", **EAGER, reorder_and_upcast_attn=True), "reorder_and_"),
+    "another fused kernel": (
+        lambda: with_kernel("flex_attention"),
+        "its attention is `flex_attention`, not `eager`",
+    ),
+    "no Hugging Face": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16),
+        "`TransformerEncoderLayer` contains no Hugging Face model",
+    ),
+}
+
+
+def with_kernel(name):
+    model = bert()
+    model.set_attn_implementation(name)
+    return model
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_leaves_alone_what_it_cannot_or_need_not_change(name):
+    make, match = UNCHANGED[name]
+    model = make()
     before = snapshot(model)
     with pytest.warns(NoEffectWarning, match=match):
-        handle = AttentionKernel(kernel).apply(model)
-    assert handle.changes == ()
+        assert AttentionKernel().apply(model).changes == ()
     assert snapshot(model) == before
-
-
-def test_leaves_models_alone_that_return_attention_weights():
-    model = bert()
-    model.config.output_attentions = True
-    no_effect(model, r"`output_attentions=True`")
-    assert model(words()["input_ids"]).attentions
-
-
-def test_leaves_models_alone_that_do_not_support_it():
-    no_effect(tiny("gemma2", **EAGER), "Gemma2ForCausalLM does not support.*scaled_dot_product")
-
-
-def test_leaves_models_alone_whose_attention_is_chosen_when_they_are_built():
-    no_effect(tiny("falcon", **EAGER), "attention of `FalconForCausalLM` cannot be changed")
-
-
-def test_leaves_attention_in_float32_alone():
-    model = gpt2()
-    model.config.reorder_and_upcast_attn = True
-    no_effect(model, "reorder_and_upcast_attn")
-
-
-def test_leaves_other_fused_kernels_alone():
-    model = bert()
-    model.set_attn_implementation("flex_attention")
-    no_effect(model, "its attention is `flex_attention`, not `eager`")
-
-
-def test_has_nothing_to_do_without_hugging_face():
-    layer = nn.TransformerEncoderLayer(8, 2, 16)
-    no_effect(layer, "`TransformerEncoderLayer` contains no Hugging Face model")
 
 
 @pytest.mark.parametrize("inner", [False, True])

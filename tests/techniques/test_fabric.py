@@ -4,10 +4,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
-from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave import ActivationCheckpointing, AttentionKernel, Exactness, IncompatibleError
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights

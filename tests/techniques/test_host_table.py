@@ -11,17 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave import ChunkedCrossEntropy, IncompatibleError, Offloading
-from lightning_memsave.core.memory import HOST, category_in_context, is_host, mark_as_host
+from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Handle
-from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
+from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques.host_weight import host_weight_of
 from tests.helpers import assert_same, clones, seed_torch
+from tests.techniques.offloaded_loops import HostOperators
 from tests.techniques.races import Races
 
 WORDS, WIDTH = 60, 32
@@ -259,64 +258,6 @@ def test_copies_have_tables_of_their_own():
         assert torch.equal(made.table.weight, plain.table.weight)
 
 
-def test_evaluation_sees_all_updates():
-    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"])
-    train(plain, optimizer)
-    train(ours, other)
-    ids = torch.arange(WORDS).view(1, -1)
-    with torch.no_grad():
-        assert torch.equal(plain.table(ids), ours.table(ids))
-    with torch.inference_mode():
-        assert torch.equal(plain(ids), ours(ids))
-
-
-def test_a_failed_backward_pass_leaves_no_gradient():
-    (plain, _), (ours, _) = pair(OPTIMIZERS["adamw"])
-    hidden = ours.table(batch(0))
-
-    def fail(_: Tensor) -> None:
-        raise torch.OutOfMemoryError("for the test")
-
-    first = ours.table(batch(1))
-    first.register_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        (first.sum() * 2 + hidden.sum()).backward()
-    for model in (plain, ours):
-        model.zero_grad()
-        model(batch(2)).backward()
-    assert torch.equal(plain.table.weight.grad, ours.table.weight.grad)
-
-
-class HostOperators(TorchDispatchMode):
-    """Finds operators, other than copies, that mix tensors of the host and of the device.
-
-    Tensors made on the host's behalf are marked, as LiveTensors counts them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > 0]
-        kinds = {is_host(t.untyped_storage()) for t in found}
-        is_copy = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
-        # Without a mode autograd adds in place.
-        is_sum = func is torch.ops.aten.add.Tensor and in_backward()
-        if len(kinds) > 1 and not is_copy:
-            self.mixed.append(str(func))
-        if kinds == {True} and not (is_copy or is_sum) and category_in_context() != HOST:
-            made = str(func)
-            if not any(view in made for view in ("slice", "detach", "view", "alias", "empty")):
-                self.mixed.append(made)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            is_made = category_in_context() == HOST or (is_sum and kinds == {True})
-            if is_made and isinstance(tensor, Tensor):
-                mark_as_host(tensor)
-        return result
-
-
 @pytest.mark.parametrize("kind", ["rows", "tied"])
 def test_the_device_computes_with_no_host_memory(kind):
     model: Any = TiedModel() if kind == "tied" else Model()
@@ -330,15 +271,6 @@ def test_the_device_computes_with_no_host_memory(kind):
                 optimizer.zero_grad()
         take_back()
     assert operators.mixed == []
-
-
-def test_the_check_of_host_operators_finds_some():
-    marked = torch.ones(3)
-    mark_as_host(marked)
-    with HostOperators() as operators:
-        torch.ones(3) + marked
-        marked * 2
-    assert operators.mixed == ["aten.add.Tensor", "aten.mul.Tensor"]
 
 
 @contextmanager
@@ -376,38 +308,41 @@ def test_device_bytes_are_those_of_the_rows():
         assert live.peak.host_bytes >= 3 * table_bytes
 
 
+def assert_same_gradients(plain: TiedModel, ours: TiedModel) -> None:
+    torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
+    torch.testing.assert_close(plain.body.weight.grad, ours.body.weight.grad)
+
+
+@pytest.fixture
+def tied() -> Iterator[tuple[TiedModel, TiedModel]]:
+    """A model, and the same again without logits and with its table on the host."""
+    seed_torch(0)
+    plain = TiedModel()
+    ours = copy.deepcopy(plain)
+    with ChunkedCrossEntropy(heads="head").apply(ours):
+        on_host(ours)
+        yield plain, ours
+
+
 class TestTiedHead:
     """The head's loss runs over tiles of the table."""
 
     @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}])
-    def test_is_the_usual_loss(self, settings):
-        seed_torch(0)
-        plain = TiedModel()
-        ours = copy.deepcopy(plain)
+    def test_is_the_usual_loss(self, settings, tied):
         target = torch.arange(24) % 7
         target[:5] = -100
-        weights = torch.rand(WORDS)
-        losses = []
-        with ChunkedCrossEntropy(heads="head").apply(ours):
-            on_host(ours)
-            hidden = torch.randn(24, WIDTH)
-            for model in (plain, ours):
-                logits = model.head(model.body(hidden))
-                loss = nn.functional.cross_entropy(logits, target, weights, **settings)
-                loss.sum().backward()
-                losses.append(loss)
-            torch.testing.assert_close(*losses)
-            torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
-            torch.testing.assert_close(plain.body.weight.grad, ours.body.weight.grad)
+        weights, hidden, losses = torch.rand(WORDS), torch.randn(24, WIDTH), []
+        for model in tied:
+            logits = model.head(model.body(hidden))
+            loss = nn.functional.cross_entropy(logits, target, weights, **settings)
+            loss.sum().backward()
+            losses.append(loss)
+        torch.testing.assert_close(*losses)
+        assert_same_gradients(*tied)
 
-    def test_a_target_that_is_no_class_gives_nan(self):
-        model = TiedModel()
-        with ChunkedCrossEntropy(heads="head").apply(model):
-            on_host(model)
-            loss = nn.functional.cross_entropy(
-                model.head(torch.ones(2, WIDTH)), torch.tensor([0, WORDS])
-            )
-            assert loss.isnan()
+    def test_a_target_that_is_no_class_gives_nan(self, tied):
+        logits = tied[1].head(torch.ones(2, WIDTH))
+        assert nn.functional.cross_entropy(logits, torch.tensor([0, WORDS])).isnan()
 
     def test_rows_only_after_whole_gradients(self):
         """A step without the head has rows only; one with both adds to them."""
@@ -427,22 +362,16 @@ class TestTiedHead:
                     each.zero_grad()
             torch.testing.assert_close(plain.state_dict(), ours.state_dict(), atol=2e-6, rtol=1e-4)
 
-    def test_argmax_and_other_uses_of_the_logits(self):
-        seed_torch(0)
-        plain = TiedModel()
-        ours = copy.deepcopy(plain)
-        with ChunkedCrossEntropy(heads="head").apply(ours):
-            on_host(ours)
-            logits = [model.head(model.body(model.table(batch(0)))) for model in (plain, ours)]
-            assert torch.equal(logits[0].argmax(-1), logits[1].argmax(-1))
-            assert torch.equal(logits[0][..., 7:20].argmax(-1), logits[1][..., 7:20].argmax(-1))
-            with pytest.warns(match="needs its full logits"):
-                sums = [each.log_softmax(-1)[..., 0].sum() for each in logits]
-            torch.testing.assert_close(*sums)
-            for each in sums:
-                each.backward()
-            torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
-            torch.testing.assert_close(plain.body.weight.grad, ours.body.weight.grad)
+    def test_argmax_and_other_uses_of_the_logits(self, tied):
+        logits = [model.head(model.body(model.table(batch(0)))) for model in tied]
+        assert torch.equal(logits[0].argmax(-1), logits[1].argmax(-1))
+        assert torch.equal(logits[0][..., 7:20].argmax(-1), logits[1][..., 7:20].argmax(-1))
+        with pytest.warns(match="needs its full logits"):
+            sums = [each.log_softmax(-1)[..., 0].sum() for each in logits]
+        torch.testing.assert_close(*sums)
+        for each in sums:
+            each.backward()
+        assert_same_gradients(*tied)
 
     def test_device_bytes(self):
         """Two tiles of the table and one of its gradient, for any number of words."""
@@ -463,8 +392,9 @@ class TestTiedHead:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_prediction_of_a_step_counts_the_same_bytes(is_tied):
+    """Ids of a batch are known, and rows that come twice count once."""
     model: Any = TiedModel() if is_tied else Model()
-    ids = torch.arange(24).view(2, 12)
+    ids = torch.arange(24).view(2, 12) % 7
 
     def peak(model: nn.Module, ids: Tensor) -> tuple[int, int]:
         with chunked_if(model, is_tied):
@@ -482,24 +412,6 @@ def test_prediction_of_a_step_counts_the_same_bytes(is_tied):
         predicted = peak(fakes.copy_module(model), fakes.copy_batch(ids))
         assert fakes.guesses == ()
     assert predicted == peak(model, ids)
-
-
-def test_prediction_of_a_look_up_counts_the_rows_of_its_ids():
-    """Ids of a batch are known, and rows that come twice count once."""
-    ids = torch.arange(24).view(2, 12) % 7
-
-    def peak(model: nn.Module, ids: Tensor) -> int:
-        take_back = on_host(model)
-        with LiveTensors(model) as live:
-            live.track_input(ids)
-            model.table(ids)
-        take_back()
-        return live.peak.total_bytes
-
-    with fake_tensors() as fakes:
-        predicted = peak(fakes.copy_module(Model()), fakes.copy_batch(ids))
-        assert fakes.guesses == ()
-    assert predicted == peak(Model(), ids)
 
 
 class Renamed(nn.Embedding):
@@ -533,19 +445,15 @@ def test_refuses(make, is_chunked, remedy):
     assert not any(is_host(param.untyped_storage()) for param in model.parameters())
 
 
-def test_autograd_grad_beside_tiles():
+def test_autograd_grad_beside_tiles(tied):
     """Of other weights it is as usual, that of the table is refused."""
-    seed_torch(0)
-    plain = TiedModel()
-    ours = copy.deepcopy(plain)
-    with chunked_if(ours, True):
-        on_host(ours)
-        grads = [torch.autograd.grad(m(batch(0)), [m.body.weight]) for m in (plain, ours)]
-        torch.testing.assert_close(*grads)
-        ours(batch(0)).backward(inputs=[ours.body.weight])
-        assert ours.table.weight.grad is None
-        with pytest.raises(IncompatibleError, match="Use `backward`"):
-            torch.autograd.grad(ours(batch(0)), [ours.table.weight])
+    grads = [torch.autograd.grad(m(batch(0)), [m.body.weight]) for m in tied]
+    torch.testing.assert_close(*grads)
+    ours = tied[1]
+    ours(batch(0)).backward(inputs=[ours.body.weight])
+    assert ours.table.weight.grad is None
+    with pytest.raises(IncompatibleError, match="Use `backward`"):
+        torch.autograd.grad(ours(batch(0)), [ours.table.weight])
 
 
 def test_stays_on_the_host_when_the_model_moves():

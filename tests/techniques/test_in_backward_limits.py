@@ -19,7 +19,6 @@ from lightning_memsave import LowBitOptimizer, OptimizerInBackward
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.flat_memory import aligned
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from tests.cases import make_batch, make_model
 from tests.helpers import assert_same
@@ -450,13 +449,3 @@ def test_held_gradients_come_back_as_they_were(grad):
         found: Any = parameter.grad
         assert torch.equal(found, grad * factor)
         assert found.stride() == torch.empty_like(grad).stride()
-
-
-def test_held_gradients_need_no_more_memory_than_they_have_bytes():
-    """torch's allocator of page-locked memory rounds each request up to a power of two."""
-    held = HeldGradients(1.0)
-    parameters = [nn.Parameter(torch.zeros(150_000)) for _ in range(100)]  # 57 MiB
-    for parameter in parameters:
-        parameter.grad = torch.ones(150_000)
-        held.take([parameter])
-    assert held._memory.peak_bytes == 100 * aligned(4 * 150_000)

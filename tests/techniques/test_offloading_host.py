@@ -100,44 +100,7 @@ def in_child(function: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def flags_at(address: int) -> list[str]:
-    """What the system says about the pages there: `dc` is "do not copy on fork"."""
-    is_inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, _, rest = line.partition(" ")
-        if "-" in first and not first.endswith(":"):
-            start, end = (int(number, 16) for number in first.split("-"))
-            is_inside = start <= address < end
-        elif is_inside and first == "VmFlags:":
-            return rest.split()
-    return []
-
-
-needs_smaps = pytest.mark.skipif(
-    not Path("/proc/self/smaps").exists(), reason="the system does not say what a fork copies"
-)
-
-
 class TestForks:
-    @needs_smaps
-    @pytest.mark.parametrize("locks", [False, True])
-    @pytest.mark.parametrize("num_bytes", [512, MANY])
-    def test_locked_pages_are_not_copied_to_workers(self, locks, num_bytes, runtime):
-        """Others are, as before: only pages that a device knows are copied at once."""
-        memory, tensor = taken(num_bytes, locks=locks)
-        assert len(runtime.sizes) == locks
-        address = tensor.data_ptr()
-        assert ("dc" in flags_at(address)) == locks
-        assert in_child(lambda: int(flags_at(address) == [])) == locks
-        assert memory.peak_bytes == num_bytes
-
-    @needs_smaps
-    def test_memory_from_before_it_is_locked(self, runtime):
-        memory, tensor = taken(MANY, locks=False)
-        memory.lock()
-        assert "dc" in flags_at(tensor.data_ptr())
-        assert runtime.sizes == {tensor.data_ptr(): MANY}
-
     def test_a_worker_keeps_its_own_memory(self, runtime):
         """It may lie where the locked one does not exist, and objects there still stand for it."""
         held = [taken(MANY, locks=True)]
@@ -150,18 +113,6 @@ class TestForks:
 
         assert in_child(work) == 0
         assert len(runtime.sizes) == 1, "the child has unlocked nothing"
-
-    def test_small_parts_do_not_share_pages(self, runtime):
-        """The second one would not be locked, and the warning would blame `ulimit`."""
-        memory = HostMemory()
-        memory.lock()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            tensors = [memory.tensors_like([bytes_like(size)])[0] for size in [40, 9, 4096] * 50]
-        assert len(runtime.sizes) == len(tensors)
-        del tensors
-        gc.collect()
-        assert runtime.sizes == {}
 
     def test_nothing_is_mapped_for_tensors_without_elements(self, runtime):
         memory = HostMemory()

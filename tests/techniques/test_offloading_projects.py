@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, Offloading
+from lightning_memsave import ActivationCheckpointing, Offloading
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.cases import WIDTH, Block, make_batch, make_model
@@ -27,7 +27,6 @@ class Project:
     step: Callable[[Any, Sequence[Optimizer], int], list[Tensor]] = field(
         default=lambda model, optimizers, number: [_step(model, optimizers, number)]
     )
-    before: Callable[[Any], Any] = lambda model: None
 
 
 def _step(model: Any, optimizers: Sequence[Optimizer], number: int) -> Tensor:
@@ -75,13 +74,6 @@ def adversaries_step(model: Any, optimizers: Sequence[Optimizer], number: int) -
     return [deceived.detach(), found.detach()]
 
 
-def halves(model: Any) -> Sequence[Optimizer]:
-    blocks = [*model.blocks.parameters()]
-    first = torch.optim.AdamW(blocks[:10], lr=1e-3)
-    rest = [*blocks[10:], *model.head.parameters()]
-    return [first, torch.optim.SGD(rest, lr=1e-2, momentum=0.9)]
-
-
 def with_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -111,20 +103,14 @@ PROJECTS = {
         ],
         adversaries_step,
     ),
-    "two optimizers": Project(lambda: make_model("dropout"), halves),
     "lora": Project(with_lora, trained),
     "unfrozen later": Project(lambda: make_model("dropout"), step=unfrozen_step),
-    "chunked cross-entropy": Project(
-        lambda: make_model("classifier"),
-        before=lambda model: ChunkedCrossEntropy(heads="head").apply(model),
-    ),
 }
 
 
 def trained_state(name: str, what: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
     project = PROJECTS[name]
     model = project.make().train()
-    project.before(model)
     ActivationCheckpointing(blocks="Block").apply(model)
     optimizers = project.optimizers(model)
     handles = []
@@ -141,7 +127,6 @@ def trained_state(name: str, what: str | None) -> tuple[list[Tensor], dict[str, 
     return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
 @pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_as_without(name, what):

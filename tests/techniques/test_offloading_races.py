@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave import ChunkedCrossEntropy, LowPrecisionWeights, Offloading
 from lightning_memsave.core.memory import is_host
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.host_memory import HostMemory
-from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES

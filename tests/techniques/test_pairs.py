@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
+from lightning_memsave import ActivationCheckpointing, IncompatibleError, MicroBatching, Offloading
 from lightning_memsave.core.technique import Technique
-from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import techniques
 from tests.cases import CASES, ON_CUDA_TOO, make_model

@@ -59,18 +59,6 @@ def test_training_is_the_same_bit_for_bit(what, name, loop, kind, which, is_late
 
 
 @pytest.mark.parametrize(
-    ("is_late", "is_low", "what"), in_pairs([False, True], [False, True], [*EVERYTHING])
-)
-@pytest.mark.turns(3)
-def test_a_loop_by_hand_gives_the_same_bits(what, is_low, is_late):
-    """One that stops for each copy."""
-    with Races(is_late=is_late).running() as races:
-        found = offloaded_on("cpu", "dropout", what, is_low=is_low)
-    assert_same(found, by_hand_on("cpu", "dropout", is_low=is_low))
-    assert races.copied_bytes > 0
-
-
-@pytest.mark.parametrize(
     ("adds", "dtype", "shape"),
     in_pairs([False, True], [torch.float32, torch.bfloat16], [(), (0, 3), (40, 70)]),
 )

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.launches._count import StepCounter
-from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
