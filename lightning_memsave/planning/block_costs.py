@@ -1,8 +1,9 @@
 """Memory and time of a step with any choice of recomputed blocks, from few recorded steps."""
 
+import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -182,7 +183,9 @@ class _Step:
         rates: Rates,
     ) -> None:
         self.costs = {name: _Cost() for name in kinds}
-        self._blocks = _BlockOf(kinds)
+        self._block_of = functools.cache(
+            lambda module: next((n for n in (module, *ancestors(module)) if n in kinds), None)
+        )
         self.outside_bytes = 0
         self.parts: list[_Part] = []
         self._read_memory(prediction)
@@ -192,7 +195,7 @@ class _Step:
 
     def _read_memory(self, prediction: MemoryPrediction) -> None:
         trace = prediction.trace
-        owners = [self._blocks.of(origin.module) for _, origin in trace.storages]
+        owners = [self._block_of(origin.module) for _, origin in trace.storages]
         changes = list(zip(trace.changes, trace.places, strict=True))
         for (index, change), (phase, _) in changes:
             if not phase:
@@ -202,7 +205,7 @@ class _Step:
                 else:
                     self.costs[owner].resident_bytes += change
         steps = [(index, change, *place) for (index, change), place in changes if place[0]]
-        places = list(_smoothed([(phase, self._blocks.of(m)) for _, _, phase, m in steps]))
+        places = list(_smoothed([(phase, self._block_of(m)) for _, _, phase, m in steps]))
         self._gradients: Counter[tuple[str, int]] = Counter()
         block, level, highest, number = None, 0, 0, -1
         before: tuple[str, bool] | None = None
@@ -260,7 +263,7 @@ class _Step:
         by_tensors = len(sizes) / max(1, num_tensors)
         for kernel, count in prediction.work:
             seconds = count * rates.seconds(kernel)
-            block = self._blocks.of(kernel.module)
+            block = self._block_of(kernel.module)
             if block is None and kernel.phase == "optimizer":
                 is_short = seconds <= count * kernel.num_launches * rates.launch_s
                 if is_short and kernel.num_tensors > 1:  # one call, of more tensors
@@ -270,17 +273,6 @@ class _Step:
                     seconds *= by_tensors if is_short else by_elements
             of = self.outside_s if block is None else self.costs[block].seconds
             of[lane_of(kernel)] += seconds
-
-
-class _BlockOf:
-    def __init__(self, names: Collection[str]) -> None:
-        self._known: dict[str, str | None] = {name: name for name in names}
-
-    def of(self, module: str) -> str | None:
-        if module not in self._known:
-            around = [n for n in ancestors(module) if self._known.get(n) == n]
-            self._known[module] = around[0] if around else None
-        return self._known[module]
 
 
 # Between two blocks of one pass, what is outside belongs to the first.
@@ -318,14 +310,8 @@ class RecordedBlocks:
     def of(
         cls, what_if: WhatIf, selectors: Any = None, *, may_be_cut: bool = True
     ) -> "RecordedBlocks":
-        model = what_if.step.model
-        module = model if isinstance(model, nn.Module) else build_without_data(model)
-        return cls._of(module, what_if, selectors, may_be_cut=may_be_cut)
-
-    @classmethod
-    def _of(
-        cls, model: nn.Module, what_if: WhatIf, selectors: Any, *, may_be_cut: bool
-    ) -> "RecordedBlocks":
+        given = what_if.step.model
+        model = given if isinstance(given, nn.Module) else build_without_data(given)
         blocks = find_blocks(model, selectors)
         if not blocks:
             return cls(what_if)
@@ -346,7 +332,7 @@ class RecordedBlocks:
                 run.cut(copy, most)
 
         step = replace(what_if.step, change=cut)
-        if what_if.step.model is not model and not hasattr(model, "configure_model"):
+        if given is not model and not hasattr(model, "configure_model"):
             cut(model)  # built here on fake tensors: building all blocks each time takes long
             step = replace(what_if.step, model=model)
         names = [
