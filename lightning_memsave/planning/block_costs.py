@@ -26,25 +26,25 @@ KEEP = "keep"
 """Of a block that is not recomputed."""
 
 
-@dataclass(frozen=True)
-class Run:
-    names: tuple[str, ...]
+Run = tuple[str, ...]
+"""Names of equal blocks, one after another."""
 
-    def cut(self, model: nn.Module, num_blocks: int) -> None:
-        for name in self.names[num_blocks:]:
-            container, _, key = name.rpartition(".")
-            delattr(model.get_submodule(container), key)
+
+def cut(model: nn.Module, run: Run, num_blocks: int) -> None:
+    for name in run[num_blocks:]:
+        container, _, key = name.rpartition(".")
+        delattr(model.get_submodule(container), key)
 
 
 def runs_of(model: nn.Module, blocks: Sequence[Block]) -> list[Run]:
     keys = [(block.name.rpartition(".")[0], _signature(block.module)) for block in blocks]
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(keys), 1) if a != b), len(blocks)]
-    return [Run(tuple(b.name for b in blocks[i:j])) for i, j in pairwise(starts) if j > i]
+    return [tuple(b.name for b in blocks[i:j]) for i, j in pairwise(starts) if j > i]
 
 
 def can_be_cut(model: nn.Module, run: Run) -> bool:
     """Return whether a model may run with fewer blocks: its own code loops over the container."""
-    container = model.get_submodule(run.names[0].rpartition(".")[0])
+    container = model.get_submodule(run[0].rpartition(".")[0])
     return isinstance(container, nn.ModuleList | nn.Sequential)
 
 
@@ -98,11 +98,11 @@ class BlockCosts:
         self._places = [
             (number, place)
             for number, run in enumerate(runs)
-            for place in _places(len(run.names), by_place=by_place)
+            for place in _places(len(run), by_place=by_place)
         ]
         self._rates = rates
         self._costs: dict[tuple[int, _Place, str], _Cost] = {}
-        run_of = {name: number for number, run in enumerate(runs) for name in run.names}
+        run_of = {name: number for number, run in enumerate(runs) for name in run}
         for kinds, prediction in recorded:
             step = _Step(prediction, kinds, run_of, sizes, rates)
             for number in range(len(runs)):
@@ -323,21 +323,19 @@ class RecordedBlocks:
             [parameter.numel() for parameter in model.parameters()],
         )
         most = len(_RECORDED)
-        long = [r for r in found.runs if len(r.names) > most and can_be_cut(model, r)]
+        long = [r for r in found.runs if len(r) > most and can_be_cut(model, r)]
         if not long or not may_be_cut:
             return found
 
-        def cut(copy: nn.Module) -> None:
+        def shorten(copy: nn.Module) -> None:
             for run in long:
-                run.cut(copy, most)
+                cut(copy, run, most)
 
-        step = replace(what_if.step, change=cut)
+        step = replace(what_if.step, change=shorten)
         if given is not model and not hasattr(model, "configure_model"):
-            cut(model)  # built here on fake tensors: building all blocks each time takes long
+            shorten(model)  # built here on fake tensors: building all blocks each time takes long
             step = replace(what_if.step, model=model)
-        names = [
-            name for run in found.runs for name in (run.names[:most] if run in long else run.names)
-        ]
+        names = [name for run in found.runs for name in (run[:most] if run in long else run)]
         copies = replace(what_if, step=step, _known={})
         return replace(found, what_if=copies, names=names, is_cut=True)
 
