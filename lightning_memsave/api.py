@@ -369,16 +369,10 @@ def check_training(
         >>> [problem.check for problem in check.problems]
         ['debug_settings']
     """
-    if isinstance(model, str | os.PathLike):
-        model = load_target(model)
-    trainer_arguments = dict(trainer_arguments or {})
-    make: Any = model
-    if isinstance(model, Target):
-        model.module_without_data  # noqa: B018 - says what is missing
-        make = model.make
-        trainer_arguments = {**model.trainer_arguments, **trainer_arguments}
-        if settings is None and model.settings is not None:
-            settings = MemSaveCallback(**with_instances(model.settings))
+    make, settings, trainer_arguments = _read_model(model, settings, trainer_arguments)
+    if isinstance(make, Target):
+        make.module_without_data  # noqa: B018 - says what is missing
+        make = make.make
     step = TrainingStep(
         make,
         None,
@@ -403,14 +397,10 @@ def make_what_if(
     **options: Any,
 ) -> WhatIf:
     """Read the arguments of `explain_memory`; predicts nothing yet."""
-    if isinstance(model, str | os.PathLike):
-        model = load_target(model)
+    given = options.pop("trainer_arguments", None)
+    model, settings, trainer_arguments = _read_model(model, settings, given)
     source: Any = model
-    trainer_arguments = options.pop("trainer_arguments", None) or {}
     if isinstance(model, Target):
-        if settings is None and model.settings is not None:
-            settings = MemSaveCallback(**with_instances(model.settings))
-        trainer_arguments = {**model.trainer_arguments, **trainer_arguments}
         if isinstance(batch, str):
             batch, _ = read_batch(batch, model)
         source, model = model.parameter_source(), model.make
@@ -432,6 +422,22 @@ def make_what_if(
         **options,
     )
     return what_if_of(step, source, sequence_axis)
+
+
+# Settings and Trainer arguments are those of a file, unless they are given.
+def _read_model(
+    model: Any,
+    settings: Mapping[str, Any] | MemSaveCallback | None,
+    trainer_arguments: Mapping[str, Any] | None,
+) -> tuple[Any, Mapping[str, Any] | MemSaveCallback | None, dict[str, Any]]:
+    if isinstance(model, str | os.PathLike):
+        model = load_target(model)
+    given = dict(trainer_arguments or {})
+    if isinstance(model, Target):
+        given = {**model.trainer_arguments, **given}
+        if settings is None and model.settings is not None:
+            settings = MemSaveCallback(**with_instances(model.settings))
+    return model, settings, given
 
 
 def read_settings(

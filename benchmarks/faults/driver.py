@@ -38,7 +38,7 @@ class FakeDriver:
         replace(torch.cuda, "synchronize", lambda device: None)
         replace(torch.cuda, "get_device_name", lambda device: "Some GPU")
         replace(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
-        reading = AllocatorReading(4, 6, 5, 7, 0, 0, None)
+        reading = AllocatorReading(4, 6, 5, 7, 0, 0)
         replace(memory_probes, "read_allocator", lambda device: reading)
         replace(memory_monitor, "LiveTensorsProbe", lambda *_: CudaProbe(torch.device("cuda", 0)))
 

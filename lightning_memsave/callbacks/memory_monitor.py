@@ -3,17 +3,20 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.callbacks.memory_growth import MemoryGrowth
 from lightning_memsave.callbacks.memory_probes import PEAKS, CudaProbe, LiveTensorsProbe
-from lightning_memsave.callbacks.memory_summary import MemorySummary, Predicted, print_summary
+from lightning_memsave.callbacks.memory_summary import MemorySummary, print_summary
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.trainer.failures import attempted, describe, say
 from lightning_memsave.trainer.hooks import CallbackBase, log_info
 from lightning_memsave.trainer.trainer import first_of, logged_step
+
+if TYPE_CHECKING:  # it comes with `MemSaveCallback`
+    from lightning_memsave.callbacks.run_prediction import RunPrediction
 
 
 @dataclass
@@ -99,7 +102,7 @@ class GPUMemoryMonitor(CallbackBase):
         self._run: _Run | None = None
         self._summary: MemorySummary | None = None
         # `MemSaveCallback` gives its own.
-        self.run_prediction: Predicted | None = None
+        self.run_prediction: RunPrediction | None = None
         self.host_bytes_of: Callable[[Any], int] | None = None
 
     def __repr__(self) -> str:
@@ -115,7 +118,7 @@ class GPUMemoryMonitor(CallbackBase):
         # A run holds handles of the driver.
         return self.__dict__ | {"_run": None, "run_prediction": None, "host_bytes_of": None}
 
-    def compare(self, prediction: Predicted, host_bytes_of: Callable[[Any], int]) -> None:
+    def compare(self, prediction: "RunPrediction", host_bytes_of: Callable[[Any], int]) -> None:
         """Show what was predicted, and what is on the host, beside what is measured in this fit.
 
         Args:
@@ -317,8 +320,8 @@ def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -
         raise ConfigurationError.from_problems(owner, problems)
 
 
-def _summarize(run: _Run, prediction: Predicted | None) -> MemorySummary:
-    highest, predicted = run.probe.highest, prediction or Predicted()
+def _summarize(run: _Run, predicted: "RunPrediction | None") -> MemorySummary:
+    highest = run.probe.highest
     return MemorySummary(
         device=run.probe.name,
         peak_bytes=highest.peak_bytes,
@@ -328,10 +331,10 @@ def _summarize(run: _Run, prediction: Predicted | None) -> MemorySummary:
         is_nvml_of_gpu=highest.is_nvml_of_gpu,
         num_steps=run.num_steps,
         num_samples=run.num_samples,
-        seconds=max(run.seconds() - predicted.seconds, 0.0),
+        seconds=max(run.seconds() - (predicted.seconds if predicted else 0.0), 0.0),
         num_counted_steps=highest.num_counted_steps,
         had_larger_batches=highest.had_larger_batches,
         notes=(*run.probe.notes, *filter(None, [run.growth.found])),
-        prediction=predicted.prediction,
-        no_prediction=predicted.note,
+        prediction=predicted.prediction if predicted else None,
+        no_prediction=predicted.note if predicted else "",
     )

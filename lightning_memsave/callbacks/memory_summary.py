@@ -10,6 +10,7 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memsave.core.plain_text import print_to
 from lightning_memsave.units import format_bytes
 
 if TYPE_CHECKING:  # loaded by fits that predict
@@ -18,17 +19,6 @@ if TYPE_CHECKING:  # loaded by fits that predict
 MAX_LINES = 3
 _TITLE = "Memory of this fit"
 _WHERE_WHY = "why is in the log, at the start of fit"
-
-
-class Predicted:
-    """What became of the prediction of a fit."""
-
-    def __init__(self) -> None:
-        self.prediction: MemoryPrediction | None = None
-        self.note = ""
-        """Why there is none."""
-        self.seconds = 0.0
-        """What it took, also if there is none."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -168,10 +158,4 @@ def shortened(lines: Sequence[str]) -> list[str]:
 
 
 def print_summary(summary: MemorySummary, console: Console | None = None) -> None:
-    console = console or Console(file=sys.stdout)
-    if console.is_terminal:
-        console.print(summary)
-    else:
-        # Not through rich, which would wrap long lines.
-        console.file.write(f"{summary}\n")
-        console.file.flush()
+    print_to(console or Console(file=sys.stdout), str(summary), summary)

@@ -15,7 +15,6 @@ from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.callbacks.settings.arguments import time_limit
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.errors import ConfigurationError, MemsaveError, Problem
-from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.oom.report import (
     SNAPSHOT_NAME,
@@ -29,11 +28,10 @@ from lightning_memsave.oom.report import (
 )
 from lightning_memsave.planning.remedies import Remedy, remedies_of
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.prediction.what_if import WhatIf
+from lightning_memsave.prediction.what_if import what_if_of
 from lightning_memsave.report.page import make_page
 from lightning_memsave.trainer.failures import attempted, describe, say
 from lightning_memsave.trainer.hooks import CallbackBase
-from lightning_memsave.trainer.precision import overflows_in_float16
 from lightning_memsave.trainer.trainer import first_of
 from lightning_memsave.units import format_bytes
 
@@ -278,11 +276,7 @@ def _predict_remedies(
     if isinstance(arguments.get("micro_batch_size"), int):
         written["micro_batch_size"] = arguments["micro_batch_size"]
     step = step_of(trainer, pl_module, batch, MemSaveCallback, arguments)
-    what_if = WhatIf(
-        replace(step, time_limit_s=limit_s),
-        parameter_table(pl_module),
-        overflows=bool(overflows_in_float16(pl_module)),
-    )
+    what_if = what_if_of(replace(step, time_limit_s=limit_s), pl_module)
     # The error may have been raised inside of a mode, such as one that counts operators.
     with _disable_current_modes():
         try:

@@ -13,36 +13,29 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.core.files import write_file
+from lightning_memsave.core.plain_text import print_to
 from lightning_memsave.core.technique import Row
 from lightning_memsave.core.versions import versions
 from lightning_memsave.errors import MemsaveWarning
 
 REPORT_NAME = "memsave_report.json"
 
-_WIDTH = 100
-
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    console = console or Console(file=sys.stdout)
-    if not console.is_terminal:
-        lines = ["MemSaveCallback:"]  # for a log file
-        for row in rows:
-            exactness = f" ({row.exactness})" if row.exactness else ""
-            line = f"  {row.name}={row.value}: {row.status}{exactness}. {'; '.join(row.details)}"
-            lines.append(line.rstrip(" ."))
-        console.file.write("\n".join([*lines, ""]))
-        console.file.flush()
-        return
+    lines = ["MemSaveCallback:"]  # for a log file
     table = Table(title="MemSaveCallback", title_justify="left", show_lines=False)
     for column in ("setting", "value", "", "exactness", "what and why"):
         table.add_column(column, overflow="fold")
     colors = {"on": "green", "off": "yellow", "unchanged": "dim"}
     for row in rows:
+        exactness = f" ({row.exactness})" if row.exactness else ""
+        line = f"  {row.name}={row.value}: {row.status}{exactness}. {'; '.join(row.details)}"
+        lines.append(line.rstrip(" ."))
         # As `Text`: rich would read brackets, which regular expressions have, as its markup.
         cells = [Text(cell) for cell in (row.name, row.value, row.status, row.exactness)]
         cells[2].stylize(colors[row.status])
         table.add_row(*cells, Text("\n".join(row.details)))
-    console.print(table)
+    print_to(console or Console(file=sys.stdout), "\n".join(lines), table)
 
 
 def plain(value: Any) -> Any:

@@ -15,17 +15,15 @@ from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSett
 from lightning_memsave.callbacks.settings.setting import Arguments
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
-from lightning_memsave.measure.parameters import parameter_table
 from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
-from lightning_memsave.prediction.what_if import WhatIf, attention_of
+from lightning_memsave.prediction.what_if import what_if_of
 from lightning_memsave.techniques.registry import entries, values_of
 from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
 from lightning_memsave.trainer.first_batch import first_batch
-from lightning_memsave.trainer.precision import overflows_in_float16
 
 _ANY = Exactness.APPROXIMATE.value
 LIMIT_S = 120.0
@@ -86,12 +84,7 @@ def _plan(
     step = step_of(trainer, pl_module, batch, make_callback, arguments)
     assert step.fit is not None, "it is of a fit"
     step = replace(step, fit=replace(step.fit, has_started=False), time_limit_s=limit_s)
-    what_if = WhatIf(
-        step,
-        parameter_table(pl_module),
-        attention=attention_of(pl_module),
-        overflows=bool(overflows_in_float16(pl_module)),
-    )
+    what_if = what_if_of(step, pl_module)
     closed = _conflicting(trainer, pl_module, arguments)
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():

@@ -1,9 +1,6 @@
 """The prediction that a run makes of itself, before its first step."""
 
-import linecache
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.memory_probes import is_compiled
-from lightning_memsave.callbacks.memory_summary import Predicted, shortened
+from lightning_memsave.callbacks.memory_summary import shortened
 from lightning_memsave.callbacks.settings.setting import Arguments
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Row
@@ -36,11 +33,15 @@ _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16
 _LEFT_OUT = ("precision", "preset", "budget")
 
 
-class RunPrediction(Predicted):
+class RunPrediction:
     """Predicts once per fit, on rank zero, when the first batch is there."""
 
     def __init__(self, limit_s: float | None) -> None:
-        super().__init__()
+        self.prediction: MemoryPrediction | None = None
+        self.note = ""
+        """Why there is none."""
+        self.seconds = 0.0
+        """What it took, also if there is none."""
         self.limit_s = limit_s
         self.is_due = False
         """The first batch has not come yet."""
@@ -142,25 +143,16 @@ def _reason(error: BaseException) -> str:
     what = f"{type(error).__name__}: {what}" if what else type(error).__name__
     if isinstance(error, MemsaveError | TimeoutError):
         return what
-    own = [
-        (Path(frame.f_code.co_filename), number)
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_OF_A_PROJECT
-    ]
-    if not own:
+    from lightning_memsave.prediction.user_code import own_frame
+
+    if (frame := own_frame(error)) is None:
         return what
-    path, number = own[-1]
-    where = f"{path.name}, line {number}"
+    where = f"{Path(frame.filename).name}, line {frame.lineno}"
     if type(error).__name__ in _OF_VALUES or any(text in str(error) for text in _WITHOUT_VALUES):
-        code = linecache.getline(str(path), number).strip()
-        return f"{where} needs the values of a tensor, which only a real step has: `{code}`"
+        return f"{where} needs the values of a tensor, which only a real step has: `{frame.line}`"
     return f"{where} raises {what} where the step runs on fake tensors, which have no values"
 
 
-_NOT_OF_A_PROJECT = {
-    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
-    *("lightning_utilities", "lightning_memsave", *sys.stdlib_module_names),
-} - {"__main__"}
 _OF_VALUES = {"DataDependentOutputException", "DynamicOutputShapeException"}
 _WITHOUT_VALUES = (
     *("data is not allocated", "unallocated storage", "data pointer", "meta tensor"),

@@ -17,14 +17,14 @@ DOES_NOT_FIT = 1
 """Exit status if the step does not fit a GPU."""
 
 _TIME_LIMIT_S = 300.0
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--arg",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="NAME=VALUE",
         help="argument of the class or function, or a change to a config; can be repeated",
     )
@@ -52,8 +52,7 @@ def add_step_arguments(
     )
     group.add_argument(
         "--gpu",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="NAME",
         help="a GPU that the step should fit: T4, A100-40GB, 'RTX 3060', or a size such as 12GiB; "
         "can be repeated, or separated with commas",
@@ -67,8 +66,7 @@ def add_step_arguments(
     )
     group.add_argument(
         "--optimizer-arg",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="NAME=VALUE",
         help="argument of that optimizer; can be repeated",
     )
@@ -101,8 +99,7 @@ def add_settings_arguments(parser: "argparse._ActionsContainer") -> None:
     )
     parser.add_argument(
         "--set",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="NAME=VALUE",
         help="argument of MemSaveCallback, such as activation_checkpointing=all, as text or "
         'JSON, techniques with class_path: \'optimizer={"class_path": '

@@ -125,10 +125,7 @@ def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Nam
     return Case(name, prediction, fits, is_saved=True)
 
 
-# `compare_memory` reads more kinds of files from a path, but knows no --arg, --model and --task.
 def _side(name: str, arguments: argparse.Namespace) -> Any:
-    if not (arguments.arg or arguments.model or arguments.task):
-        return name
     from lightning_memsave.targets.code import parse_arguments
     from lightning_memsave.targets.find import load_target
 

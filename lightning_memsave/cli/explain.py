@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
+    REPEATED,
     add_model_arguments,
     add_step_arguments,
     notes_of,
@@ -50,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser, needs_batch=False)
     parser.add_argument(
         "--cardinality",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="COLUMN=N",
         help="for tabular models: number of categories of a column; can be repeated",
     )

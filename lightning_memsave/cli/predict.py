@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
+    REPEATED,
     Case,
     add_model_arguments,
     add_step_arguments,
@@ -48,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
         "--variant",
-        action="append",
-        default=[],
+        **REPEATED,
         metavar="'NAME=VALUE ...'",
         help="predict again with these settings of MemSaveCallback added; can be repeated",
     )

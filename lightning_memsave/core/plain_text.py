@@ -21,6 +21,15 @@ def as_plain_text(*shown: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
+def print_to(console: Console, plain: str, *shown: RenderableType) -> None:
+    """Print in colour to a terminal; to a file or pipe a text, whose lines rich would wrap."""
+    if console.is_terminal:
+        console.print(*shown, sep="\n")
+    else:
+        console.file.write(f"{plain}\n")
+        console.file.flush()
+
+
 def figure_table(*columns: str, numbers: Collection[str] = ()) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in columns:

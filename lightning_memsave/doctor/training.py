@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.plain_text import wrapped
 from lightning_memsave.core.versions import installed_versions
-from lightning_memsave.doctor import environment_checks, model_checks
-from lightning_memsave.doctor.subject import Subject
+from lightning_memsave.doctor import checks
+from lightning_memsave.doctor.checks import Subject
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.predict import simulated_arguments
@@ -37,16 +37,16 @@ def find_conflicts(subject: Subject) -> Iterable[Problem]:
 
 CHECKS: Mapping[str, Callable[[Subject], Iterable[Problem]]] = MappingProxyType(
     {
-        "batch_statistics": model_checks.find_batch_statistics,
-        "growing_metric": model_checks.find_growing_metrics,
-        "8bit_embedding": model_checks.find_8bit_embeddings,
-        "8bit_small_tensors": model_checks.find_ineffective_8bit,
-        "float16_overflow": model_checks.find_float16_overflow,
-        "refused_clipping": model_checks.find_refused_clipping,
+        "batch_statistics": checks.find_batch_statistics,
+        "growing_metric": checks.find_growing_metrics,
+        "8bit_embedding": checks.find_8bit_embeddings,
+        "8bit_small_tensors": checks.find_ineffective_8bit,
+        "float16_overflow": checks.find_float16_overflow,
+        "refused_clipping": checks.find_refused_clipping,
         "memsave_conflict": find_conflicts,
-        "allocator_settings": environment_checks.find_allocator_settings,
-        "debug_settings": environment_checks.find_debug_settings,
-        "broken_packages": environment_checks.find_broken_packages,
+        "allocator_settings": checks.find_allocator_settings,
+        "debug_settings": checks.find_debug_settings,
+        "broken_packages": checks.find_broken_packages,
     }
 )
 """In the order of their output; their docstrings say what they find."""

@@ -1,22 +1,16 @@
 """Say in sentences which part of a model dominates its parameters, why, and what that costs."""
 
-import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.parameters import ParameterTable, TensorEntry, ancestors
-from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.prediction.training_step import MakeOptimizer
-from lightning_memsave.techniques.optimizer_step import allocate_state
 from lightning_memsave.units import format_bytes
 
 
@@ -39,10 +33,8 @@ class ModelStates:
         return sum(self.by_module.get(name, 0) for name in set(modules))
 
     @classmethod
-    def from_prediction(cls, prediction: MemoryPrediction, optimizer: str = "") -> Self:
-        found: dict[str, int] = {}
-        for module in prediction.modules:
-            found[module.name] = sum(_sizes(module.memory).values())
+    def from_prediction(cls, prediction: MemoryPrediction, optimizer: str) -> Self:
+        found = {m.name: sum(_sizes(m.memory).values()) for m in prediction.modules}
         parts = tuple(part for part, size in _sizes(prediction.peak).items() if size)
         alive = prediction.peak.gradient_bytes
         whole = max([m.gradient_bytes for m in prediction.by_phase.values()], default=0)
@@ -51,8 +43,7 @@ class ModelStates:
             remark = f"the gradients, {format_bytes(whole)}, are not alive then"
         elif alive < whole:
             remark = f"of the gradients {format_bytes(alive)} of {format_bytes(whole)} are alive"
-        name = optimizer or prediction.settings.get("optimizer", "the optimizer")
-        return cls(name, found, parts or ("parameters",), remark)
+        return cls(optimizer, found, parts or ("parameters",), remark)
 
 
 def _sizes(memory: MemoryBreakdown) -> dict[str, int]:
@@ -64,66 +55,20 @@ def _sizes(memory: MemoryBreakdown) -> dict[str, int]:
     }
 
 
-def model_states(
-    table: ParameterTable, optimizer: MakeOptimizer | Optimizer = torch.optim.AdamW
-) -> ModelStates:
-    """Say what each module costs with an optimizer, from the state that it really makes.
+# Of AdamW: gradient and two moments, as large as the parameter, and the number of the step.
+_COPIES, _STEP_BYTES = 3, 4
 
-    The optimizer is made for copies of the parameters on the meta device, which use no memory.
 
-    Note:
-        All parameters are in group 0 and have no names: settings that depend on these, such as
-        32-bit state for embeddings, do not count. A prediction has them.
-    """
-    copies = {entry.name: _copy(entry) for entry in table.parameters if _is_trained(entry)}
-    name, state = _state_of(optimizer, list(copies.values()))
+def model_states(table: ParameterTable) -> ModelStates:
+    """Say what each module costs in training with AdamW, all in the types of the parameters."""
     by_module: dict[str, int] = {}
     for entry in table.parameters:
         num_bytes = entry.num_bytes
-        if entry.name in copies:
-            num_bytes += entry.num_bytes + _bytes_in(state.get(copies[entry.name]))
+        is_float = getattr(torch, entry.dtype).is_floating_point
+        if num_bytes and is_float and entry.is_trainable is not False:
+            num_bytes += _COPIES * num_bytes + _STEP_BYTES
         by_module[entry.module] = by_module.get(entry.module, 0) + num_bytes
-    return ModelStates(name, by_module)
-
-
-def _is_trained(entry: TensorEntry) -> bool:
-    is_float = getattr(torch, entry.dtype).is_floating_point
-    return entry.is_trainable is not False and entry.num_elements > 0 and is_float
-
-
-def _copy(entry: TensorEntry) -> nn.Parameter:
-    empty = torch.empty(entry.shape or (), dtype=getattr(torch, entry.dtype), device="meta")
-    copy = nn.Parameter(empty)
-    copy.grad = torch.empty_like(empty)
-    return copy
-
-
-def _state_of(
-    optimizer: MakeOptimizer | Optimizer, parameters: list[nn.Parameter]
-) -> tuple[str, Mapping[Tensor, Any]]:
-    make: Any = optimizer
-    if isinstance(optimizer, Optimizer):
-        make = functools.partial(type(optimizer), **optimizer.defaults)
-    name = getattr(optimizer, "__name__", type(optimizer).__name__)
-    if not parameters:
-        return name, {}
-    try:
-        made = make(parameters)
-        allocate_state(made)
-        if not made.state:  # of another package, or without state
-            made.step()
-    except Exception as error:
-        raise ConfigurationError(
-            f"The state of `{name}` cannot be read without a training step "
-            f"({error}). Give a batch, so that its step is predicted, or an optimizer that can be "
-            "made for a list of parameters, such as `torch.optim.AdamW`."
-        ) from error
-    return type(made).__name__, made.state
-
-
-def _bytes_in(state: object) -> int:
-    storages = {s._cdata: s for tensor in tensors_in(state) for s in storages_of(tensor)}
-    return sum(storage.nbytes() for storage in storages.values())
+    return ModelStates("AdamW", by_module)
 
 
 # An embedding table below this share of the parameters does not count as one of those that do.
@@ -233,11 +178,11 @@ def _blocks(table: ParameterTable) -> list[list[str]]:
 def _block_group(
     table: ParameterTable, names: Sequence[str], inside: Sequence[TensorEntry]
 ) -> ParameterGroup:
-    each = format_count(sum(entry.num_elements for entry in inside) // len(names))
+    each = sum(entry.num_elements for entry in inside) // len(names)
     kind = table.class_names.get(names[0], "")
     where = f"`{names[0]}` to `{names[-1]}`" + (f", {kind}" if kind else "")
     share = f"{percent_of(table, inside)} of the {table.num_parameters:,} parameters"
-    sentence = f"{len(names)} blocks of {each} parameters ({where}) hold {share}."
+    sentence = f"{len(names)} blocks of {each:,} parameters ({where}) hold {share}."
     return ParameterGroup(tuple(inside), sentence)
 
 
@@ -258,13 +203,6 @@ def _single_group(table: ParameterTable, entry: TensorEntry) -> ParameterGroup:
         f"parameters{why}."
     )
     return ParameterGroup((entry,), sentence, is_several=False)
-
-
-def format_count(number: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:,}"
 
 
 def _described(entry: TensorEntry) -> str:
@@ -311,10 +249,7 @@ def explain_parameters(
     return [
         *sentences,
         *_cardinality(table, tables, cardinalities or {}),
-        *_sparse(table, tables),
-        *_tied(part.entries for part in large),
-        *_frozen(table),
-        *_buffers(table),
+        *_remarks(table, tables, large),
         *_lazy(table),
     ]
 
@@ -369,37 +304,25 @@ def _cardinality(
     ]
 
 
-def _sparse(table: ParameterTable, tables: Sequence[TensorEntry]) -> list[str]:
+def _remarks(
+    table: ParameterTable, tables: Sequence[TensorEntry], large: Sequence[ParameterGroup]
+) -> Iterator[str]:
     # What is tied to a head has a gradient in every row.
-    if not dominant_embedding(table) or tables[0].aliases or not table.class_names:
-        return []
-    return [
-        f"A batch changes only its own rows of `{tables[0].name}`: with `sparse=True` of "
-        "`nn.Embedding`, and `torch.optim.SparseAdam` or SGD for it, its gradient has just these."
-    ]
-
-
-def _tied(groups: Iterable[Iterable[TensorEntry]]) -> list[str]:
-    return [
-        f"`{entry.name}` is also `{'`, `'.join(entry.aliases)}`: it is one tensor and counts once."
-        for entries in groups
-        for entry in entries
-        if entry.aliases
-    ]
-
-
-def _frozen(table: ParameterTable) -> list[str]:
+    if dominant_embedding(table) and not tables[0].aliases and table.class_names:
+        yield (
+            f"A batch changes only its own rows of `{tables[0].name}`: with `sparse=True` of "
+            "`nn.Embedding`, and `torch.optim.SparseAdam` or SGD for it, its gradient has just "
+            "these."
+        )
+    for entry in (entry for part in large for entry in part.entries if entry.aliases):
+        also = "`, `".join(entry.aliases)
+        yield f"`{entry.name}` is also `{also}`: it is one tensor and counts once."
     frozen = [entry for entry in table.parameters if entry.is_trainable is False]
-    if not any(entry.num_elements for entry in frozen):
-        return []
-    share = percent_of(table, frozen)
-    return [f"{share} of the parameters are frozen: they need neither gradient nor state."]
-
-
-def _buffers(table: ParameterTable) -> list[str]:
-    if table.buffer_bytes < _MIN_BUFFER_SHARE * table.num_bytes:
-        return []
-    return [f"Buffers take {format_bytes(table.buffer_bytes)} more."]
+    if any(entry.num_elements for entry in frozen):
+        share = percent_of(table, frozen)
+        yield f"{share} of the parameters are frozen: they need neither gradient nor state."
+    if table.buffer_bytes >= _MIN_BUFFER_SHARE * table.num_bytes:
+        yield f"Buffers take {format_bytes(table.buffer_bytes)} more."
 
 
 def _lazy(table: ParameterTable) -> list[str]:

@@ -196,47 +196,22 @@ def _plain(value: Any) -> Any:
     return value.to_dict() if isinstance(value, Change) else value
 
 
+# Equal changes of several blocks are one.
 def grouped(changes: Sequence[Change]) -> list[Change]:
-    found: dict[tuple[str, object], list[Change]] = {}
+    found: dict[tuple[object, ...], list[Change]] = {}
     for change in changes:
-        template = block_template(change.name)
-        key = (template, (change.before, change.after, change.detail))
+        key = (block_template(change.name), change.before, change.after, change.detail)
         found.setdefault(key, []).append(change)
-    merged = [
-        _merged(template, members) for (template, _), members in _with_fewer_or_more(found).items()
-    ]
+    merged = [_merged(str(template), members) for (template, *_), members in found.items()]
     return sorted(merged, key=lambda change: -abs(change.difference))
 
 
-# Blocks that are new or gone belong to those that have changed, if all of these did so alike.
-def _with_fewer_or_more(
-    found: Mapping[tuple[str, object], list[Change]],
-) -> dict[tuple[str, object], list[Change]]:
-    result = dict(found)
-    for template in {template for template, _ in found}:
-        keys = [key for key in found if key[0] == template]
-        changed = [key for key in keys if found[key][0].status not in {"new", "gone"}]
-        if len(changed) == 1 and "*" in template:
-            result[changed[0]] = [change for key in keys for change in found[key]]
-            for key in keys:
-                if key != changed[0]:
-                    del result[key]
-    return result
-
-
 def _merged(template: str, members: Sequence[Change]) -> Change:
-    if len(members) == 1:
-        return members[0]
-    before = [member.before for member in members if member.before is not None]
-    after = [member.after for member in members if member.after is not None]
-    is_same = len(before) == len(after) or not before or not after
-    number = f"{len(members)}" if is_same else f"{len(before)} -> {len(after)}"
-    return Change(
-        f"{template} ({number} x)",
-        sum(before) if before else None,
-        sum(after) if after else None,
-        next((member.detail for member in members if member.detail), ""),
-    )
+    first, number = members[0], len(members)
+    if number == 1:
+        return first
+    before, after = (None if n is None else n * number for n in (first.before, first.after))
+    return Change(f"{template} ({number} x)", before, after, first.detail)
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:

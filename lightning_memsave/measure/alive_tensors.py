@@ -7,7 +7,7 @@ import itertools
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import (
@@ -98,7 +98,9 @@ def find_alive_tensors(
     del objects
     # What a step needs it keeps too, whoever else does.
     finder.follow((("", tensor) for _, tensor in variables))
-    finder.note_running(_alone(variables))
+    # A list may be the one that an attribute keeps.
+    counts = Counter(name for name, _ in variables)
+    finder.note_running(tensor for name, tensor in variables if counts[name] == 1)
     finder.follow([*kept, *elsewhere, *unnamed])
     finder.claim_kept(kept)
     for name, tensor in variables:
@@ -242,12 +244,6 @@ def _variables(error: BaseException, seen: set[int]) -> Iterator[tuple[str, Tens
 _LIBRARIES = frozenset(
     {"torch", "lightning", "pytorch_lightning", "lightning_memsave", "contextlib", "builtins"}
 )
-
-
-def _alone(variables: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """Find variables that hold one tensor: a list may be the one that an attribute keeps."""
-    counts = Counter(name for name, _ in variables)
-    return [tensor for name, tensor in variables if counts[name] == 1]
 
 
 # Of one owner: a model has some thousand objects, a dataset may have any number.

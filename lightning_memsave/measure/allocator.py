@@ -15,7 +15,6 @@ class AllocatorReading:
     peak_reserved_bytes: int
     num_alloc_retries: int
     num_ooms: int
-    host_pinned_bytes: int | None
 
 
 def read_allocator(device: torch.device | int | str | None = None) -> AllocatorReading | None:
@@ -37,7 +36,6 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
         peak_reserved_bytes=stat("reserved_bytes.all.peak"),
         num_alloc_retries=stat("num_alloc_retries"),
         num_ooms=stat("num_ooms"),
-        host_pinned_bytes=pinned_bytes(),
     )
 
 

@@ -1,7 +1,7 @@
 """Count the bytes of live tensors, exactly and by category, on any device."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -47,48 +47,9 @@ def current_node() -> int:
     return number
 
 
-def summed_in_place(
-    entries: Mapping[int, LiveStorage], total: Tensor, gradient: object
-) -> LiveStorage | None:
-    """Find the storage that autograd reuses for the sum of two gradients.
-
-    It adds in place if it holds the only reference to the first (``accumulate`` in torch's
-    ``input_buffer.cpp``), but never under a dispatch mode.
-    """
-    if not isinstance(gradient, Tensor) or torch.is_grad_enabled():
-        return None
-    is_alike = total.shape == gradient.shape and total.dtype == gradient.dtype
-    key = total.untyped_storage()._cdata
-    if not is_alike or not total.is_contiguous() or torch._C._storage_Use_Count(key) > _SOLE_OWNER:
-        return None
-    entry = entries.get(key)
-    # Additions inside the formula of a node allocate new memory.
-    if entry is None or entry.category not in ("temporary", HOST) or entry.node == current_node():
-        return None
-    return entry
-
-
 UNCLAIMED = frozenset({"activation", "temporary", "other", "weight_copy"})
 """Provisional categories of new storages, by phase, until a module or optimizer claims them.
 Claimed ones keep theirs, for example a parameter that is also in an optimizer's ``state``."""
-
-
-def category_of_new(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    entries: Mapping[int, LiveStorage],
-    *,
-    in_step: bool,
-) -> str:
-    if category := category_in_context():
-        return category
-    if func is _TO_COPY:
-        sources = [entries.get(storage._cdata) for storage in storages_of(args[0])]
-        if any(source is not None and source.category == "parameter" for source in sources):
-            return "weight_copy"
-    if torch.is_grad_enabled():
-        return "activation"
-    return "temporary" if in_backward() or in_step else "activation"
 
 
 class LiveTensors(TorchDispatchMode):
@@ -216,23 +177,43 @@ class LiveTensors(TorchDispatchMode):
         result = func(*args, **kwargs)
         if summed is not None:
             self._hand_over(summed, args[0].untyped_storage(), result.untyped_storage())
-        in_step = self._num_running_steps > 0
-        category = category_of_new(func, args, self._entries, in_step=in_step)
+        category = self._category_of_new(func, args)
         for tensor in operands((self._as_allocated(func, result),)):
             self._see(tensor, category)
         self._note_call(func, args, kwargs, result)
         return result
 
+    def _category_of_new(self, func: Callable[..., Any], args: Sequence[Any]) -> str:
+        if category := category_in_context():
+            return category
+        if func is _TO_COPY:
+            sources = [self._entries.get(storage._cdata) for storage in storages_of(args[0])]
+            if any(source is not None and source.category == "parameter" for source in sources):
+                return "weight_copy"
+        is_temporary = in_backward() or self._num_running_steps > 0
+        return "temporary" if is_temporary and not torch.is_grad_enabled() else "activation"
+
     def _written_in_place(self, func: Any, args: tuple[Any, ...]) -> LiveStorage | None:
         """Find the storage that autograd would write to if there were no mode or subclass."""
-        if not in_backward():
+        if not in_backward() or torch.is_grad_enabled():
             return None
-        if func is _ADD:
-            return summed_in_place(self._entries, *args[:2])
-        # The gradient of an index, added to zeros that nobody else has.
-        key = args[0].untyped_storage()._cdata
-        is_sole = torch._C._storage_Use_Count(key) <= _SOLE_OWNER
-        return self._entries.get(key) if is_sole and not torch.is_grad_enabled() else None
+        total, other = args[:2]
+        key = total.untyped_storage()._cdata
+        if torch._C._storage_Use_Count(key) > _SOLE_OWNER:
+            return None
+        entry = self._entries.get(key)
+        if func is not _ADD or entry is None:  # the gradient of an index, added to zeros
+            return entry
+        # The sum of two gradients (``accumulate`` in torch's ``input_buffer.cpp``). Additions
+        # inside the formula of a node allocate new memory.
+        is_alike = (
+            isinstance(other, Tensor)
+            and (total.shape, total.dtype) == (other.shape, other.dtype)
+            and total.is_contiguous()
+        )
+        is_of_other_node = entry.node != current_node()
+        is_summed = is_alike and entry.category in ("temporary", HOST) and is_of_other_node
+        return entry if is_summed else None
 
     def _as_allocated(self, func: Any, result: Any) -> Any:
         """Give the results of an operator in the order of their allocation; for subclasses."""
@@ -263,12 +244,9 @@ class LiveTensors(TorchDispatchMode):
         for ref in self._optimizers:
             optimizer = ref()
             if optimizer is not None:
-                self._follow(optimizer)
-
-    def _follow(self, optimizer: Optimizer) -> None:
-        self._claim_state(optimizer)
-        self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
-        self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+                self._claim_state(optimizer)
+                self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
+                self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._num_running_steps += 1

@@ -123,12 +123,10 @@ class ModuleParameters:
     name: str
     class_name: str
     num_parameters: int = 0
-    own_parameters: int = 0
     num_bytes: int = 0
     buffer_bytes: int = 0
     num_trainable: int | None = 0
     dtypes: tuple[str, ...] = ()
-    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -166,8 +164,7 @@ class ParameterTable:
             for name in ancestors(entry.module):
                 row = found.get(name) or ModuleParameters(name, "")
                 found[name] = _with_entry(row, entry)
-        total = max(self.num_parameters, 1)
-        return tuple(replace(row, share=row.num_parameters / total) for row in found.values())
+        return tuple(found.values())
 
     def to_dict(self) -> dict[str, Any]:
         names = ("model", "num_parameters", "num_bytes", "buffer_bytes", "num_lazy")
@@ -214,7 +211,6 @@ def _with_entry(row: ModuleParameters, entry: TensorEntry) -> ModuleParameters:
     return replace(
         row,
         num_parameters=row.num_parameters + entry.num_elements,
-        own_parameters=row.own_parameters + entry.num_elements * (entry.module == row.name),
         num_bytes=row.num_bytes + entry.num_bytes,
         num_trainable=(row.num_trainable or 0) + entry.num_elements * bool(entry.is_trainable)
         if is_known

@@ -9,13 +9,13 @@ from typing import Any
 from lightning_memsave.core.out_of_memory import phase_in
 from lightning_memsave.errors import ConfigurationError
 
-LONGEST = 10_000  # characters of a message, with a hundred processes
+_LONGEST = 10_000  # characters of a message, with a hundred processes
 
 # What stands at the left of a line in quotes, comments, logs of torchrun and rich's tracebacks.
 _LEFT = re.compile(r"^(?:[\s>#|│*]|\[rank\d+\]:)+")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 
-MESSAGE = re.compile(
+_MESSAGE = re.compile(
     r"allocationondevice(?P<index>\d*)wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
     r"|(?P<host>DefaultCPUAllocator:(?:can.tallocatememory|notenoughmemory))"
     r"|(?P<library>(?:CU|HIP|ROC)(?:BLAS(?:LT)?|DNN|SPARSE|SOLVER|FFT))_STATUS_ALLOC_FAILED"
@@ -23,9 +23,9 @@ MESSAGE = re.compile(
     r"|[:\]]outofmemory(?!error)|outofmemory(?:error:|withonesample|inthestep)",
     re.IGNORECASE,
 )
-INDEX = re.compile(r"GPU(\d+)(?:;|hasatotal)")
+_INDEX = re.compile(r"GPU(\d+)(?:;|hasatotal)")
 _SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMGT]i?B|EB|B)"
-PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
+_PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
 _PATTERNS = {
     "requested_bytes": rf"triedtoallocate(?:morethan)?{_SIZE}|Requested:{_SIZE}",
     "capacity_bytes": rf"totalcapaci?tyof{_SIZE}|;{_SIZE}totalcapacity|Devicelimit:{_SIZE}",
@@ -40,13 +40,7 @@ _PATTERNS = {
 _SIZES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
 
 
-def words_of(text: str) -> list[str]:
-    """Take a text apart, without colours and without what quotes and logs put around lines."""
-    lines = (_LEFT.sub("", line).rstrip(" \t\r|│") for line in _COLOR.sub("", text).splitlines())
-    return [word for line in lines for word in line.split()]
-
-
-def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int], int]:
+def _sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int], int]:
     sizes: dict[str, int] = {}
     end = start.end()
     for name, pattern in _SIZES.items():
@@ -55,7 +49,7 @@ def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int
             continue
         end = max(end, match.end())
         number, unit = (group for group in match.groups() if group is not None)
-        num_bytes = bytes_of(number, unit)
+        num_bytes = _bytes_of(number, unit)
         if num_bytes is not None:
             sizes[name] = num_bytes
     reserved_bytes = sizes.pop("reserved_bytes", None)
@@ -65,20 +59,12 @@ def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int
     return sizes, end
 
 
-def bytes_of(number: str, unit: str) -> int | None:
+def _bytes_of(number: str, unit: str) -> int | None:
     # torch divides by 1024 whatever it calls the unit.
     power = "BKMGTPE".index(unit[0].upper())
     num_bytes = round(float(number) * 1024**power)
     # -1 as an unsigned number: what NVML gives on Windows and in WSL, and "no limit".
     return None if num_bytes >= 2**63 else num_bytes
-
-
-def device_in(start: re.Match[str], dense: str) -> str:
-    if start["host"]:
-        return "cpu"
-    around = dense[max(start.start() - 40, 0) : start.end() + 200].lower()
-    is_cuda = start["library"] or any(word in around for word in ("cuda", "hip", "gpu"))
-    return "cuda" if is_cuda else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +114,13 @@ def read_out_of_memory(text: str) -> OutOfMemory:
     Reads the messages of torch since 1.0, on CUDA with either allocator backend, on ROCm and the
     CPU, and those of CUDA's libraries.
     """
-    # Without white space, because a terminal may have broken a line anywhere.
-    words = words_of(text)
+    # Without colours and what quotes and logs put around lines; and without white space, because a
+    # terminal may have broken a line anywhere.
+    lines = (_LEFT.sub("", line).rstrip(" \t\r|│") for line in _COLOR.sub("", text).splitlines())
+    words = [word for line in lines for word in line.split()]
     ends = list(itertools.accumulate(len(word) for word in words))
     dense = "".join(words)
-    starts = list(MESSAGE.finditer(dense))
+    starts = list(_MESSAGE.finditer(dense))
     if not starts:
         raise ConfigurationError(
             f"There is no out-of-memory error in this text of {len(text)} characters. Pass the "
@@ -141,34 +129,31 @@ def read_out_of_memory(text: str) -> OutOfMemory:
         )
     stops = [start.start() for start in starts[1:]] + [len(dense)]
     found = [
-        (start, *sizes_in(dense, start, min(stop, start.start() + LONGEST)))
+        (start, *_sizes_in(dense, start, min(stop, start.start() + _LONGEST)))
         for start, stop in zip(starts, stops, strict=True)
     ]
     with_sizes = [one for one in found if one[1]]
     start, sizes, end = (with_sizes or found)[-1]
     part = dense[start.start() : end]
     first, last = (bisect.bisect_right(ends, at) for at in (start.start(), end - 1))
-    index = start["index"] or _first(INDEX, part)
+    index = start["index"] or next(iter(_INDEX.findall(part)), "")
+    around = dense[max(start.start() - 40, 0) : start.end() + 200].lower()
+    is_cuda = start["library"] or any(word in around for word in ("cuda", "hip", "gpu"))
     variable = re.search(r"PYTORCH_\w*?ALLOC_CONF", dense[start.start() : stops[-1]])
     return OutOfMemory(
         message=" ".join(words[first : last + 1]),
-        device=device_in(start, dense),
+        device="cpu" if start["host"] else "cuda" if is_cuda else "",
         device_index=None if not index else int(index),
         library=(start["library"] or "").upper(),
         processes=tuple(
-            ProcessOnDevice(int(pid), bytes_of(number, unit))
-            for pid, number, unit in PROCESS.findall(part)
+            ProcessOnDevice(int(pid), _bytes_of(number, unit))
+            for pid, number, unit in _PROCESS.findall(part)
         ),
         phase=phase_in(text),
         allocator_variable="PYTORCH_CUDA_ALLOC_CONF" if variable is None else variable[0],
         num_messages=max(len(with_sizes), 1),
         **sizes,
     )
-
-
-def _first(pattern: re.Pattern[str], text: str) -> str | None:
-    match = pattern.search(text)
-    return None if match is None else match[1]
 
 
 def own_and_others(oom: OutOfMemory) -> tuple[int | None, tuple[ProcessOnDevice, ...]]:

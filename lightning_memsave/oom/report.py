@@ -153,7 +153,8 @@ def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> 
     }
     written = {}
     for name, content in contents.items():
-        own_name, why = _with_rank(name, rank), ""
+        path, why = PurePosixPath(name), ""
+        own_name = name if rank is None else f"{path.stem}_rank{rank}{path.suffix}"
         try:
             write_file(directory, own_name, content)
         except Exception as failure:  # remote file systems raise their own classes
@@ -162,15 +163,8 @@ def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> 
     return written
 
 
-def trace_of(error: BaseException) -> str:
+def _trace_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
-
-
-def _with_rank(name: str, rank: int | None) -> str:
-    if rank is None:
-        return name
-    path = PurePosixPath(name)
-    return f"{path.stem}_rank{rank}{path.suffix}"
 
 
 def _titled(title: str, lines: Sequence[str]) -> str:
@@ -218,13 +212,16 @@ def make_report(
             return default
 
     device = trainer.strategy.root_device
-    trace = attempt("The traceback", lambda: trace_of(error), "")
+    trace = attempt("The traceback", lambda: _trace_of(error), "")
     oom = _read_error(trainer, error, trace)
     alive: list[AliveTensor] = attempt(
         "The tensors that are alive",
         lambda: find_alive(trainer, pl_module, batch, error, oom.phase),
         [],
     )
+    by_category: Counter[str] = Counter()
+    for one in alive:
+        by_category[one.category] += one.num_bytes
     allocator: AllocatorReading | None = None
     if device.type == "cuda":
         allocator = attempt("The allocator", lambda: read_allocator(device), None)
@@ -237,8 +234,17 @@ def make_report(
     return OutOfMemoryReport(
         diagnosis=_diagnose(trainer, oom, alive),
         error=f"{type(error).__name__}: {error}",
-        where=attempt("Where it happened", lambda: _where(trainer, device), {}),
-        alive=_by_category(alive),
+        where={
+            "stage": getattr(trainer.state.stage, "value", None),
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "batch": None,
+            "device": str(device),
+            "rank": trainer.global_rank,
+            "world_size": trainer.world_size,
+            "precision": str(trainer.precision),
+        },
+        alive=MemoryBreakdown.from_categories(dict(by_category)),
         largest=tuple(merge_alike(alive)[:num_largest]),
         num_alive=len(alive),
         kept=kept_bytes(alive),
@@ -261,7 +267,7 @@ def add_advice(
     if any(_TO_DO in note for note in getattr(exception, "__notes__", ())):
         return  # of another callback of this package
     if diagnosis is None:
-        oom = _read_error(trainer, error, trace_of(error))
+        oom = _read_error(trainer, error, _trace_of(error))
         alive = find_alive(trainer, pl_module, (), error, oom.phase)
         diagnosis = _diagnose(trainer, oom, alive)
     lines = [f"  {number}. {line}" for number, line in enumerate(diagnosis.advice, 1)]
@@ -278,13 +284,25 @@ def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
 
 
 def _read_error(trainer: Any, error: BaseException, trace: str) -> OutOfMemory:
-    oom = _read(trace or str(error), error, trainer.strategy.root_device)
+    device = trainer.strategy.root_device
+    try:
+        oom = read_out_of_memory(trace or str(error))
+    except ConfigurationError:  # a library's own words
+        oom = OutOfMemory(" ".join(str(error).split()), device.type, device.index)
     return replace(oom, phase=error.phase) if isinstance(error, MemoryExhaustedError) else oom
 
 
 def _diagnose(trainer: Any, oom: OutOfMemory, alive: Sequence[AliveTensor]) -> Diagnosis:
     settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
-    suite = _memsave_of(trainer)
+    # By name: `MemSaveCallback` may have an observer of its own, so that importing it is a circle.
+    suite: Any = next(
+        (
+            c
+            for c in trainer.callbacks
+            if "MemSaveCallback" in [k.__name__ for k in type(c).__mro__]
+        ),
+        None,
+    )
     run = RunFacts(
         suite is not None,
         () if suite is None else tuple(suite.rows),
@@ -293,14 +311,6 @@ def _diagnose(trainer: Any, oom: OutOfMemory, alive: Sequence[AliveTensor]) -> D
         most_kept(alive),
     )
     return diagnose(oom, settings, run)
-
-
-# By name: `MemSaveCallback` may have an observer of its own, so that importing it makes a circle.
-def _memsave_of(trainer: Any) -> Any:
-    for callback in trainer.callbacks:
-        if any(cls.__name__ == "MemSaveCallback" for cls in type(callback).__mro__):
-            return callback
-    return None
 
 
 def find_alive(
@@ -329,30 +339,3 @@ def find_alive(
         owners=owners,
         others=others,
     )
-
-
-def _read(text: str, error: BaseException, device: Any) -> OutOfMemory:
-    try:
-        return read_out_of_memory(text)
-    except ConfigurationError:  # a library's own words
-        return OutOfMemory(" ".join(str(error).split()), device.type, device.index)
-
-
-def _by_category(alive: Sequence[AliveTensor]) -> MemoryBreakdown:
-    total: Counter[str] = Counter()
-    for one in alive:
-        total[one.category] += one.num_bytes
-    return MemoryBreakdown.from_categories(dict(total))
-
-
-def _where(trainer: Any, device: Any) -> dict[str, Any]:
-    return {
-        "stage": getattr(trainer.state.stage, "value", None),
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "batch": None,
-        "device": str(device),
-        "rank": trainer.global_rank,
-        "world_size": trainer.world_size,
-        "precision": str(trainer.precision),
-    }

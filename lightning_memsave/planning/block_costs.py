@@ -1,8 +1,9 @@
 """Memory and time of a step with any choice of recomputed blocks, from few recorded steps."""
 
+import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,25 +26,25 @@ KEEP = "keep"
 """Of a block that is not recomputed."""
 
 
-@dataclass(frozen=True)
-class Run:
-    names: tuple[str, ...]
+Run = tuple[str, ...]
+"""Names of equal blocks, one after another."""
 
-    def cut(self, model: nn.Module, num_blocks: int) -> None:
-        for name in self.names[num_blocks:]:
-            container, _, key = name.rpartition(".")
-            delattr(model.get_submodule(container), key)
+
+def cut(model: nn.Module, run: Run, num_blocks: int) -> None:
+    for name in run[num_blocks:]:
+        container, _, key = name.rpartition(".")
+        delattr(model.get_submodule(container), key)
 
 
 def runs_of(model: nn.Module, blocks: Sequence[Block]) -> list[Run]:
     keys = [(block.name.rpartition(".")[0], _signature(block.module)) for block in blocks]
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(keys), 1) if a != b), len(blocks)]
-    return [Run(tuple(b.name for b in blocks[i:j])) for i, j in pairwise(starts) if j > i]
+    return [tuple(b.name for b in blocks[i:j]) for i, j in pairwise(starts) if j > i]
 
 
 def can_be_cut(model: nn.Module, run: Run) -> bool:
     """Return whether a model may run with fewer blocks: its own code loops over the container."""
-    container = model.get_submodule(run.names[0].rpartition(".")[0])
+    container = model.get_submodule(run[0].rpartition(".")[0])
     return isinstance(container, nn.ModuleList | nn.Sequential)
 
 
@@ -97,11 +98,11 @@ class BlockCosts:
         self._places = [
             (number, place)
             for number, run in enumerate(runs)
-            for place in _places(len(run.names), by_place=by_place)
+            for place in _places(len(run), by_place=by_place)
         ]
         self._rates = rates
         self._costs: dict[tuple[int, _Place, str], _Cost] = {}
-        run_of = {name: number for number, run in enumerate(runs) for name in run.names}
+        run_of = {name: number for number, run in enumerate(runs) for name in run}
         for kinds, prediction in recorded:
             step = _Step(prediction, kinds, run_of, sizes, rates)
             for number in range(len(runs)):
@@ -182,7 +183,9 @@ class _Step:
         rates: Rates,
     ) -> None:
         self.costs = {name: _Cost() for name in kinds}
-        self._blocks = _BlockOf(kinds)
+        self._block_of = functools.cache(
+            lambda module: next((n for n in (module, *ancestors(module)) if n in kinds), None)
+        )
         self.outside_bytes = 0
         self.parts: list[_Part] = []
         self._read_memory(prediction)
@@ -192,7 +195,7 @@ class _Step:
 
     def _read_memory(self, prediction: MemoryPrediction) -> None:
         trace = prediction.trace
-        owners = [self._blocks.of(origin.module) for _, origin in trace.storages]
+        owners = [self._block_of(origin.module) for _, origin in trace.storages]
         changes = list(zip(trace.changes, trace.places, strict=True))
         for (index, change), (phase, _) in changes:
             if not phase:
@@ -202,7 +205,7 @@ class _Step:
                 else:
                     self.costs[owner].resident_bytes += change
         steps = [(index, change, *place) for (index, change), place in changes if place[0]]
-        places = list(_smoothed([(phase, self._blocks.of(m)) for _, _, phase, m in steps]))
+        places = list(_smoothed([(phase, self._block_of(m)) for _, _, phase, m in steps]))
         self._gradients: Counter[tuple[str, int]] = Counter()
         block, level, highest, number = None, 0, 0, -1
         before: tuple[str, bool] | None = None
@@ -260,7 +263,7 @@ class _Step:
         by_tensors = len(sizes) / max(1, num_tensors)
         for kernel, count in prediction.work:
             seconds = count * rates.seconds(kernel)
-            block = self._blocks.of(kernel.module)
+            block = self._block_of(kernel.module)
             if block is None and kernel.phase == "optimizer":
                 is_short = seconds <= count * kernel.num_launches * rates.launch_s
                 if is_short and kernel.num_tensors > 1:  # one call, of more tensors
@@ -270,17 +273,6 @@ class _Step:
                     seconds *= by_tensors if is_short else by_elements
             of = self.outside_s if block is None else self.costs[block].seconds
             of[lane_of(kernel)] += seconds
-
-
-class _BlockOf:
-    def __init__(self, names: Collection[str]) -> None:
-        self._known: dict[str, str | None] = {name: name for name in names}
-
-    def of(self, module: str) -> str | None:
-        if module not in self._known:
-            around = [n for n in ancestors(module) if self._known.get(n) == n]
-            self._known[module] = around[0] if around else None
-        return self._known[module]
 
 
 # Between two blocks of one pass, what is outside belongs to the first.
@@ -318,14 +310,8 @@ class RecordedBlocks:
     def of(
         cls, what_if: WhatIf, selectors: Any = None, *, may_be_cut: bool = True
     ) -> "RecordedBlocks":
-        model = what_if.step.model
-        module = model if isinstance(model, nn.Module) else build_without_data(model)
-        return cls._of(module, what_if, selectors, may_be_cut=may_be_cut)
-
-    @classmethod
-    def _of(
-        cls, model: nn.Module, what_if: WhatIf, selectors: Any, *, may_be_cut: bool
-    ) -> "RecordedBlocks":
+        given = what_if.step.model
+        model = given if isinstance(given, nn.Module) else build_without_data(given)
         blocks = find_blocks(model, selectors)
         if not blocks:
             return cls(what_if)
@@ -337,21 +323,19 @@ class RecordedBlocks:
             [parameter.numel() for parameter in model.parameters()],
         )
         most = len(_RECORDED)
-        long = [r for r in found.runs if len(r.names) > most and can_be_cut(model, r)]
+        long = [r for r in found.runs if len(r) > most and can_be_cut(model, r)]
         if not long or not may_be_cut:
             return found
 
-        def cut(copy: nn.Module) -> None:
+        def shorten(copy: nn.Module) -> None:
             for run in long:
-                run.cut(copy, most)
+                cut(copy, run, most)
 
-        step = replace(what_if.step, change=cut)
-        if what_if.step.model is not model and not hasattr(model, "configure_model"):
-            cut(model)  # built here on fake tensors: building all blocks each time takes long
+        step = replace(what_if.step, change=shorten)
+        if given is not model and not hasattr(model, "configure_model"):
+            shorten(model)  # built here on fake tensors: building all blocks each time takes long
             step = replace(what_if.step, model=model)
-        names = [
-            name for run in found.runs for name in (run.names[:most] if run in long else run.names)
-        ]
+        names = [name for run in found.runs for name in (run[:most] if run in long else run)]
         copies = replace(what_if, step=step, _known={})
         return replace(found, what_if=copies, names=names, is_cut=True)
 

@@ -1,5 +1,6 @@
 """Read a budget of memory, and the rates to plan with."""
 
+import contextlib
 import functools
 import math
 from dataclasses import replace
@@ -21,32 +22,16 @@ def margin_of(budget_bytes: int, device: str) -> int:
 
 
 def check_budget(budget: Any) -> None:
+    is_size = type(budget) is int and budget >= MIB
+    is_share = isinstance(budget, float) and 0 < budget <= 1
     if isinstance(budget, str):
-        _check_text(budget)
-    elif isinstance(budget, bool) or not isinstance(budget, int | float):
-        _refuse(budget, f"is {type(budget).__name__}, not a size")
-    elif math.isnan(budget) or budget <= 0:
-        _refuse(budget, "leaves no memory at all" if budget == 0 else "is not above 0")
-    elif isinstance(budget, float) and budget > 1:
-        _refuse(budget, "is a share of more than all memory; a size has a unit")
-    elif isinstance(budget, int) and budget < MIB:
-        _refuse(budget, f"is a number of bytes, so {budget} B; a larger size has a unit")
-
-
-def _check_text(budget: str) -> None:
-    text = budget.strip()
-    if text == "free":
-        return
-    if text.startswith("-"):
-        _refuse(budget, "is negative")
-    if text.replace(".", "", 1).isdecimal():
-        _refuse(budget, "has no unit")
-    try:
-        num_bytes = parse_bytes(text)
-    except ConfigurationError:
-        num_bytes = -1
-    if num_bytes < MIB:
-        _refuse(budget, "is not a number with a unit" if num_bytes < 0 else "is less than 1 MiB")
+        with contextlib.suppress(ConfigurationError):
+            is_size = budget == "free" or parse_bytes(budget) >= MIB
+    if not is_size and not is_share:
+        _refuse(
+            budget,
+            "is neither a size of at least 1 MiB with its unit nor a share above 0 and up to 1",
+        )
 
 
 def read_budget(budget: Any, total_bytes: int | None, name: str = "") -> int:

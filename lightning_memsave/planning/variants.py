@@ -111,7 +111,7 @@ class Variants:
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(run.names) for run in self._blocks.runs)
+        return sum(map(len, self._blocks.runs))
 
     @property
     def kinds(self) -> tuple[str, ...]:

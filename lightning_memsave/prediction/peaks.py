@@ -69,30 +69,25 @@ class Peaks:
 
     def timeline(self) -> Timeline:
         """Return live bytes through the step with the peak, in at most `MAX_POINTS` points."""
-        now = dict(self.extra.by_category())
+        now = self.extra.by_category()
         for event in self.events[: self.start]:
             now[event.storage.category] += event.change
-        events = self.events[self.start : self.end]
+        events, at_peak = self.events[self.start : self.end], self.at_peak - self.start
         size = -(-len(events) // MAX_POINTS) or 1
+        levels = list(itertools.accumulate(event.change for event in events))
+        chosen = []  # of each part the highest place, or the peak
+        for first in range(0, len(events), size):
+            part = range(first, min(first + size, len(events)))
+            highest = max(part, key=lambda place: (levels[place], place))
+            chosen.append(at_peak if at_peak in part else highest)
         phases: list[str] = []
         points: list[dict[str, int]] = []
-        peak_index = 0
-        for first in range(0, len(events), size):
-            highest, at, part = -1, now, events[first : first + size]
-            for offset, event in enumerate(part):
-                now = dict(now)
-                now[event.storage.category] += event.change
-                total = sum(now.values())
-                is_peak = self.start + first + offset == self.at_peak
-                if is_peak:
-                    peak_index = len(points)
-                if total >= highest or is_peak:
-                    highest, at = total, now
-                    phase = event.phase
-                if is_peak:
-                    highest = total + 1  # keep the peak as this point's value
-            phases.append(phase)
-            points.append(at)
+        shown = frozenset(chosen)
+        for place, event in enumerate(events):
+            now[event.storage.category] += event.change
+            if place in shown:
+                phases.append(event.phase)
+                points.append(dict(now))
         return Timeline(
             tuple(phases),
             {
@@ -100,7 +95,7 @@ class Peaks:
                 for name in now
                 if any(point[name] for point in points)
             },
-            peak_index,
+            chosen.index(at_peak) if events else 0,
         )
 
     def trace(self) -> StepTrace:

@@ -23,7 +23,7 @@ from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors
 from lightning_memsave.prediction.result import ModuleMemory
 from lightning_memsave.prediction.snapshot import Origin
 from lightning_memsave.prediction.work import Work, WorkCounter
-from lightning_memsave.prediction.wrapped_module import own_modules
+from lightning_memsave.prediction.wrapped_module import inner_of
 from lightning_memsave.techniques.optimizer_step import is_updating
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
@@ -80,7 +80,7 @@ class StepProfile(LiveTensors):
     ) -> None:
         super().__init__(module, optimizers, device)
         self._deadline_s = math.inf if deadline_s is None else deadline_s
-        named = list(own_modules(module))
+        named = list(inner_of(module).named_modules())
         self._names = {id(part): name for name, part in named}
         sizes: dict[str, int] = {}
         # Tied parameters belong to the first module.
@@ -122,7 +122,7 @@ class StepProfile(LiveTensors):
             phase = "backward" if in_backward() else "forward"
             self.recording.first_products.setdefault(phase, len(self.recording.events))
         in_step = self._num_running_steps > self._num_running_closures or is_updating()
-        self._work.add(func, args, kwargs, result, in_step=in_step, module_of=self._module_in)
+        self._work.add(func, args, kwargs, result, in_step=in_step, module_of=self._current_module)
 
     @override
     def _as_allocated(self, func: Any, result: Any) -> Any:
@@ -182,12 +182,9 @@ class StepProfile(LiveTensors):
         is_update = is_in_update and not torch.is_grad_enabled()
         return "optimizer" if is_update else "forward"
 
-    def _module_in(self, phase: str) -> str:
-        return self._current_module("forward" if phase == "forward" else "backward")
-
     def _current_module(self, phase: str) -> str:
         # During recomputation in backward, modules are running.
-        if phase != "backward" or len(self._stack) > 1:
+        if phase not in ("backward", "recomputation") or len(self._stack) > 1:
             return self._stack[-1]
         node: Any = torch._C._current_autograd_node()
         if node is None:

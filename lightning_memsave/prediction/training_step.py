@@ -62,8 +62,17 @@ class TrainingStep:
     change: Callable[[nn.Module], object] | None = None
 
     def __post_init__(self) -> None:
-        _check_device(self.device)
-        _check_time_limit(self.time_limit_s)
+        if self.device not in ("cuda", "cpu"):
+            raise ConfigurationError(
+                f'`device={self.device!r}` is not supported. Use `"cuda"` or `"cpu"`; for a '
+                'specific GPU: `device="cuda", gpu="T4"`.'
+            )
+        limit_s = self.time_limit_s
+        if limit_s is not None and not (_is_number(limit_s) and limit_s > 0):
+            raise ConfigurationError(
+                f"`time_limit_s={limit_s!r}` is not a positive number of seconds. Use for example "
+                "`time_limit_s=60`, or `None` for no limit."
+            )
         _check_functions(self.optimizer, self.loss)
         _check_mapping(self.settings, "settings", '{"optimizer": "8bit"}')
         self._given  # noqa: B018 - raises for invalid settings
@@ -176,22 +185,6 @@ def changed_arguments(
 
 def _quoted(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _check_device(device: str) -> None:
-    if device not in ("cuda", "cpu"):
-        raise ConfigurationError(
-            f'`device={device!r}` is not supported. Use `"cuda"` or `"cpu"`; for a specific GPU: '
-            '`device="cuda", gpu="T4"`.'
-        )
-
-
-def _check_time_limit(time_limit_s: float | None) -> None:
-    if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
-        raise ConfigurationError(
-            f"`time_limit_s={time_limit_s!r}` is not a positive number of seconds. Use for example "
-            "`time_limit_s=60`, or `None` for no limit."
-        )
 
 
 def _check_batch(batch: Any) -> None:

@@ -32,8 +32,9 @@ def explained(what: str, fix: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         said = _in_brief(f"{type(error).__name__}: {error}")
-        fix = remedy_for(error) or fix
-        raise ConfigurationError(f"{what} failed{_place(error)} ({said}). {fix}") from error
+        fix, frame = remedy_for(error) or fix, own_frame(error)
+        where = "" if frame is None else f" in {frame.filename}, line {frame.lineno}"
+        raise ConfigurationError(f"{what} failed{where} ({said}). {fix}") from error
 
 
 def build_module(make: Any, name: str = "", fix: str = _HOW_CALLED) -> nn.Module:
@@ -74,12 +75,12 @@ def _in_brief(text: str) -> str:
 _PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
 
 
-# The innermost line of the user's own code.
-def _place(error: BaseException) -> str:
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Find the innermost line of the user's own code."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not is_installed(frame.filename)
         and not frame.filename.startswith(("<frozen", _STANDARD_LIBRARY, _PACKAGE))
     ]
-    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return frames[-1] if frames else None

@@ -185,7 +185,6 @@ class ImpossibleVariantError(MemsaveError):
 class WhatIf:
     step: TrainingStep
     table: ParameterTable
-    configured: str = ""
     attention: str | None = None
     known_sequence: SequenceAxis | None = None
     overflows: bool = False
@@ -218,7 +217,7 @@ class WhatIf:
 
     @property
     def optimizer_name(self) -> str:
-        return " and ".join(self.observed.optimizers) or self.configured or "the optimizer"
+        return " and ".join(self.observed.optimizers) or "the optimizer"
 
     @property
     def num_predictions(self) -> int:
@@ -284,14 +283,7 @@ def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None
     return WhatIf(
         step,
         parameter_table(source),
-        _name_of(step.optimizer, source),
         attention_of(source) if isinstance(source, nn.Module) else None,
         None if step.batch is None else find_sequence(step.batch, sequence_axis),
         isinstance(source, nn.Module) and bool(overflows_in_float16(source)),
     )
-
-
-def _name_of(optimizer: Any, source: Any) -> str:
-    if optimizer is not None:
-        return str(getattr(optimizer, "__name__", type(optimizer).__name__))
-    return "" if hasattr(source, "configure_optimizers") else "AdamW"

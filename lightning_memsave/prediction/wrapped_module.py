@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -74,10 +74,6 @@ def _checked_loss(found: Any) -> Any:
         f"`loss=` returned {what}, not a scalar tensor. Reduce it: "
         "for example `loss=lambda output, batch: (output - batch[1]).square().mean()`."
     )
-
-
-def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from inner_of(module).named_modules()
 
 
 def unwrap(prediction: MemoryPrediction, module: nn.Module, has_loss: bool) -> MemoryPrediction:

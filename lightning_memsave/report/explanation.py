@@ -1,6 +1,7 @@
 """What uses the memory, why, and what would lower it: the result of `explain_memory`."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,14 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
-from lightning_memsave.explain.factors import explain_factors
-from lightning_memsave.explain.finding import Finding, label_of
-from lightning_memsave.explain.sentences import sentences_of
+from lightning_memsave.explain.dominant_parts import explain_parameters
+from lightning_memsave.explain.factors import (
+    Finding,
+    explain_factors,
+    label_of,
+    model_states_of,
+)
 from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.planning.remedies import Remedy, best_that_fits, remedies_of
 from lightning_memsave.prediction.cuda.gpus import Gpu
-from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
+from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from lightning_memsave.prediction.what_if import WhatIf
+from lightning_memsave.report.text import tensor_table
 from lightning_memsave.report.tree import parameter_tree
 from lightning_memsave.units import format_bytes
 
@@ -50,16 +56,6 @@ class MemoryExplanation:
     remedies: tuple[Remedy, ...] | None = None
     gpu: Gpu | None = None
     num_predictions: int = 0
-
-    @property
-    def largest_tensors(self) -> tuple[TensorMemory, ...]:
-        """Tensors alive at the peak, largest first; empty without a prediction."""
-        return () if self.prediction is None else self.prediction.largest_tensors
-
-    @property
-    def best_that_fits(self) -> Remedy | None:
-        """The remedy to take for the GPU, as a plan would; ``None`` if nothing fits."""
-        return best_that_fits(self.remedies or ())
 
     def factor(self, name: str) -> Finding:
         """Look up the finding of a factor.
@@ -98,35 +94,20 @@ class MemoryExplanation:
     def _parts(self) -> list[RenderableType]:
         shown: list[RenderableType] = [_items(("-", s) for s in self.sentences)]
         shown += [Text(), parameter_tree(self.table, max_depth=_SHOWN_DEPTH)]
-        if self.largest_tensors:
-            shown += [Text(), Text("Largest tensors at the peak"), self._tensors()]
+        if self.prediction is not None:
+            shown += [Text(), tensor_table(self.prediction.largest_tensors, _SHOWN_TENSORS)]
         shown += [Text(), Text(_FACTORS), self._findings()]
         if self.remedies is not None:
             shown += [Text(), Text(_REMEDIES)]
             shown += self._remedies(self.remedies)
         return shown
 
-    def _tensors(self) -> Table:
-        table = figure_table("memory", "what", "shape", "module", "created by", numbers=("memory",))
-        for tensor in self.largest_tensors[:_SHOWN_TENSORS]:
-            table.add_row(
-                format_bytes(tensor.num_bytes),
-                tensor.category.replace("_", " "),
-                f"{' x '.join(f'{size:,}' for size in tensor.shape)} {tensor.dtype}",
-                Text(tensor.module or "(whole)"),
-                tensor.op.removeprefix("aten."),
-            )
-        return table
-
-    def _answers(self) -> Iterator[tuple[str, str, str, str]]:
+    def _findings(self) -> Table:
+        table = figure_table(*_FACTOR_COLUMNS, numbers=("memory",))
         mark = {"matters": "!", "unknown": "?", "does not matter": ""}
         for factor in sorted(self.factors, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0))):
             size = "-" if factor.num_bytes is None else format_bytes(factor.num_bytes)
-            yield mark[factor.verdict], factor.name, size, factor.sentence
-
-    def _findings(self) -> Table:
-        table = figure_table(*_FACTOR_COLUMNS, numbers=("memory",))
-        for row in self._answers():
+            row = (mark[factor.verdict], factor.name, size, factor.sentence)
             table.add_row(*map(Text, row))
         return table
 
@@ -135,7 +116,12 @@ class MemoryExplanation:
             return [Text("No setting of `MemSaveCallback` lowers it.")]
         table = figure_table(*_REMEDY_COLUMNS, numbers=_REMEDY_COLUMNS[:4])
         for number, remedy in enumerate(remedies, 1):
-            table.add_row(*_cells(number, remedy))
+            table.add_row(
+                *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),
+                "" if remedy.time_ratio is None else f"x {remedy.time_ratio:.2f}",
+                {None: "", True: "yes", False: "no"}[remedy.fits],
+                *(remedy.name, remedy.exactness, remedy.cost),
+            )
         shown: list[RenderableType] = [table, Text(), Text("What to type")]
         shown.append(_items((f"{number:>2}.", r.how) for number, r in enumerate(remedies, 1)))
         return [*shown, *self._verdict(self.gpu)]
@@ -145,7 +131,7 @@ class MemoryExplanation:
             return []
         if self.prediction is not None and self.prediction.fits(gpu):
             return [Text(f"It fits {label_of(gpu)} without changes.")]
-        best = self.best_that_fits
+        best = best_that_fits(self.remedies or ())
         if best is None:
             return [Text(f"None of these fits {label_of(gpu)}.")]
         return [Text(f"The best for {label_of(gpu)}: {best.name}.")]
@@ -164,7 +150,7 @@ def explain_what_if(
     factors: Collection[str] | None = None,
     remedies: bool = True,
 ) -> MemoryExplanation:
-    sentences = sentences_of(what_if, cardinalities)
+    sentences = _sentences_of(what_if, cardinalities)
     answers = explain_factors(what_if, factors)
     found = tuple(remedies_of(what_if)) if remedies and what_if.can_predict else None
     return MemoryExplanation(
@@ -179,15 +165,6 @@ def explain_what_if(
 
 
 # Long lines continue below the text, not below the mark.
-def _cells(number: int, remedy: Remedy) -> tuple[str, ...]:
-    return (
-        *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),
-        "" if remedy.time_ratio is None else f"x {remedy.time_ratio:.2f}",
-        {None: "", True: "yes", False: "no"}[remedy.fits],
-        *(remedy.name, remedy.exactness, remedy.cost),
-    )
-
-
 def _items(marked: Iterable[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 1), pad_edge=False)
     grid.add_column(no_wrap=True)
@@ -195,3 +172,102 @@ def _items(marked: Iterable[tuple[str, str]]) -> Table:
     for mark, text in marked:
         grid.add_row(mark, Text(text))
     return grid
+
+
+_MIN_SHARE = 0.1
+_NAMES = {
+    "parameter": "the parameters",
+    "weight_copy": "copies of weights in another precision",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer_state": "the state of the optimizer",
+    "activation": "activations",
+    "input": "the batch",
+    "temporary": "temporary tensors",
+    "other": "other tensors",
+}
+
+
+def _sentences_of(
+    what_if: WhatIf, cardinalities: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
+    of_parameters = explain_parameters(what_if.table, model_states_of(what_if), cardinalities)
+    if not what_if.can_predict:
+        return tuple(of_parameters)
+    base = what_if.base()
+    return (
+        _peak(base),
+        *_on_gpu(what_if, base),
+        _categories(base),
+        *_modules(base),
+        *of_parameters,
+    )
+
+
+def _peak(base: MemoryPrediction) -> str:
+    where = f" in `{base.peak_module}`" if base.peak_module else ""
+    on_device = ""
+    if base.device_bytes != base.peak_bytes:
+        on_device = (
+            f" Device memory needed: {format_bytes(base.device_bytes)}, with CUDA's context and "
+            "gaps between the allocator's blocks."
+        )
+    return (
+        f"The tensors of a step need {format_bytes(base.peak_bytes)} at the peak, which is in "
+        f"{base.peak_phase}{where} (`{base.peak_op}`).{on_device}"
+    )
+
+
+def _on_gpu(what_if: WhatIf, base: MemoryPrediction) -> list[str]:
+    if what_if.step.gpu is None:
+        return []
+    spare = base.fits(what_if.step.gpu).spare_bytes
+    name = label_of(what_if.step.gpu)
+    has = f"{name[0].upper()}{name[1:]} has {format_bytes(what_if.step.gpu.total_bytes)}"
+    if spare >= 0:
+        return [f"{has}: it fits, with {format_bytes(spare)} to spare."]
+    return [f"{has}: it does not fit, {format_bytes(-spare)} are missing."]
+
+
+def _categories(base: MemoryPrediction) -> str:
+    sizes = sorted(base.peak.by_category().items(), key=lambda item: -item[1])
+    large = [(name, n) for name, n in sizes if n >= _MIN_SHARE * base.peak_bytes and n]
+    parts = [
+        f"{_NAMES.get(name, name)} {format_bytes(n)} ({n / base.peak_bytes:.0%})"
+        for name, n in large
+    ]
+    return f"The peak holds {', '.join(parts)}."
+
+
+# Equal modules of all blocks count together: `encoder.layer.0.mlp` is `encoder.layer.*`.
+def _modules(base: MemoryPrediction) -> list[str]:
+    def made(module: ModuleMemory) -> int:
+        return module.memory.activation_bytes + module.memory.temporary_bytes
+
+    total = sum(made(module) for module in base.modules)
+    if total < _MIN_SHARE * base.peak_bytes:
+        return []
+    groups = _grouped(base.modules, made)
+    name, (num_blocks, num_bytes) = max(groups.items(), key=lambda item: item[1][1])
+    if not name:
+        return []
+    each = f", {format_bytes(num_bytes // num_blocks)} in each" if num_blocks > 1 else ""
+    what = f"the {num_blocks} blocks of `{name}`" if num_blocks > 1 else f"`{name}`"
+    return [
+        f"Of the tensors made in forward and backward, {num_bytes / total:.0%} "
+        f"({format_bytes(num_bytes)}) belongs to {what}{each}."
+    ]
+
+
+def _grouped(
+    modules: tuple[ModuleMemory, ...], made: Callable[[ModuleMemory], int]
+) -> dict[str, tuple[int, int]]:
+    blocks: dict[str, set[str]] = {}
+    sizes: dict[str, int] = {}
+    for module in modules:
+        match = re.match(r"(.*?)(?:^|\.)(\d+)(?:\.|$)", module.name)
+        group = f"{match[1]}.*".removeprefix(".") if match else module.name
+        if match and made(module):
+            blocks.setdefault(group, set()).add(match[2])
+        sizes[group] = sizes.get(group, 0) + made(module)
+    return {group: (len(blocks.get(group, "1")), size) for group, size in sizes.items()}

@@ -88,8 +88,7 @@ def write_page(
         device_capacity_bytes=device_capacity_bytes,
         device_name=device_name,
         notes=notes,
-        plan=plan,
-        unchanged_bytes=unchanged_bytes,
+        frontier=None if plan is None else _frontier(plan, unchanged_bytes),
     )
     path = Path(path)
     if not path.parent.is_dir():
@@ -108,16 +107,7 @@ def write_page(
     return path
 
 
-def make_page(
-    predictions: Sequence[tuple[str, MemoryPrediction]],
-    *,
-    title: str = "Memory of a training step",
-    device_capacity_bytes: int | None = None,
-    device_name: str = "",
-    notes: Sequence[str] = (),
-    plan: MemoryPlan | None = None,
-    unchanged_bytes: int = 0,
-) -> bytes:
+def make_page(predictions: Sequence[tuple[str, MemoryPrediction]], **shown: Any) -> bytes:
     if not predictions:
         raise ConfigurationError(
             "`predictions` is empty: there is nothing to show. Pass for example "
@@ -129,12 +119,13 @@ def make_page(
             f"`predictions` has the name {repeated[0]!r} {len(repeated)} times. Give each setting "
             "its own name."
         )
-    data = {
-        "title": title,
-        "device_capacity_bytes": device_capacity_bytes,
-        "device_name": device_name,
-        "notes": list(notes),
-        "frontier": None if plan is None else _frontier(plan, unchanged_bytes),
+    data: dict[str, Any] = {
+        "title": "",
+        "device_capacity_bytes": None,
+        "device_name": "",
+        "notes": (),
+        "frontier": None,
+        **shown,
         "categories": list(CATEGORIES.items()),
         "predictions": [{"name": name, **_plain(found)} for name, found in predictions],
     }
@@ -148,7 +139,7 @@ def make_page(
         # The browser runs this script and no other, and loads nothing.
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",
         version=version("lightning-memsave"),
-        title=html.escape(title),
+        title=html.escape(data["title"]),
         style=style,
         script=script,
         data=_json_for_html(data),

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.core.names import block_template
-from lightning_memsave.core.plain_text import as_plain_text, figure_table
+from lightning_memsave.core.plain_text import as_plain_text, figure_table, print_to
 from lightning_memsave.prediction.result import (
     GpuFit,
     MemoryPrediction,
@@ -37,7 +37,7 @@ def rich_prediction(
     if prediction.modules:
         parts.append([module_tree(prediction.modules, max_depth=max_depth)])
     if prediction.largest_tensors and max_tensors:
-        parts.append([_tensors(prediction.largest_tensors, max_tensors)])
+        parts.append([tensor_table(prediction.largest_tensors, max_tensors)])
     parts.append([Text(f"assumed: {line}") for line in prediction.assumptions])
     parts[-1] += [Text(f"guessed: {line}") for line in prediction.guesses]
     shown: list[RenderableType] = []
@@ -48,11 +48,7 @@ def rich_prediction(
 
 def show(*parts: RenderableType) -> None:
     """Print in colour to a terminal, or as plain text to a file or pipe."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(*parts, sep="\n")
-    else:
-        console.file.write(as_plain_text(*parts) + "\n")
+    print_to(Console(highlight=False), as_plain_text(*parts), *parts)
 
 
 def gpu_table(fits: Sequence[GpuFit]) -> Table:
@@ -92,7 +88,7 @@ def group_tensors(tensors: Sequence[TensorMemory]) -> list[tuple[str, list[Tenso
     return [(str(template), members) for (template, *_), members in groups.items()]
 
 
-def _tensors(tensors: Sequence[TensorMemory], limit: int) -> Table:
+def tensor_table(tensors: Sequence[TensorMemory], limit: int) -> Table:
     table = figure_table(
         "largest tensors", "shape", "module", "created by", "each", numbers=("each",)
     )

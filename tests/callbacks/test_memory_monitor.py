@@ -409,7 +409,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch, nvml):
         self.calls: list[str] = []
-        self.reading = AllocatorReading(4, 6, 5, 7, 1, 2, 8)
+        self.reading = AllocatorReading(4, 6, 5, 7, 1, 2)
         host = SimpleNamespace(rss_bytes=GIB, pinned_bytes=2 * GIB)
         for owner, name, function in (
             (_memory_probes, "read_allocator", lambda device: self.reading),
@@ -441,7 +441,7 @@ class FakeGpu:
     def step(self, *, is_logged, peak_bytes=None):
         self.probe.begin_step(is_logged=is_logged)
         if peak_bytes is not None:
-            self.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0, None)
+            self.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0)
         self.probe.end_step()
         return self.probe
 
@@ -481,7 +481,7 @@ def test_cuda_peaks_between_logged_steps_cost_nothing_and_count(monkeypatch):
         probe = gpu.step(is_logged=False, peak_bytes=peak_bytes)
         gpu.calls.append(str(probe.highest.peak_bytes))
     assert gpu.calls == ["open", "reset", "50", "reset", "50", "50", "50"]
-    gpu.reading = AllocatorReading(4, 6, 90, 180, 0, 0, None)  # as the allocator keeps it
+    gpu.reading = AllocatorReading(4, 6, 90, 180, 0, 0)  # as the allocator keeps it
     probe.begin_step(is_logged=True)
     assert (probe.highest.peak_bytes, probe.highest.reserved_bytes) == (90, 180)
 
@@ -490,7 +490,7 @@ def test_cuda_peaks_of_validation_do_not_count(monkeypatch):
     gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
     probe = gpu.step(is_logged=True)
     probe.pause()
-    gpu.reading = AllocatorReading(4, 6, 5, 7, 0, 0, None)  # after the reset
+    gpu.reading = AllocatorReading(4, 6, 5, 7, 0, 0)  # after the reset
     probe.resume()
     probe.finish()
     assert probe.highest.peak_bytes == 5

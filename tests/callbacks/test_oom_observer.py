@@ -614,7 +614,7 @@ class TestOnCuda:
     @pytest.fixture
     def calls(self, monkeypatch):
         calls: list[object] = []
-        reading = AllocatorReading(7 * GIB, 9 * GIB, 8 * GIB, 9 * GIB, 3, 1, 0)
+        reading = AllocatorReading(7 * GIB, 9 * GIB, 8 * GIB, 9 * GIB, 3, 1)
         monkeypatch.setattr(_oom_facts, "read_allocator", lambda device: reading)
         nvml = NvmlReading(11 * GIB, 12 * GIB, 10 * GIB, GIB)
         monkeypatch.setattr(_oom_facts, "read_nvml", lambda device, reserved: nvml)

@@ -23,7 +23,7 @@ from lightning_memsave import (
     MemSaveCallback,
     check_training,
 )
-from lightning_memsave.doctor.subject import Subject
+from lightning_memsave.doctor.checks import Subject
 from lightning_memsave.doctor.training import CHECKS, run_checks
 from lightning_memsave.targets.find import load_target
 from tests.cases import MODELS

@@ -262,15 +262,13 @@ class TestPredictions:
         assert all(len(line) <= 110 for line in str(found).splitlines())
 
 
-def test_blocks_that_are_new_stand_with_those_that_grew():
+def test_blocks_that_changed_alike_are_one_line():
     def changes(*sizes):
         return [Change(f"h.{i}.fc", before, after) for i, (before, after) in enumerate(sizes)]
 
-    (one,) = grouped(changes((4, 8), (4, 8), (None, 8)))
-    assert (one.name, one.before, one.after) == ("h.*.fc (2 -> 3 x)", 8, 24)
-    (gone,) = grouped(changes((4, 8), (4, 8), (4, None)))
-    assert (gone.name, gone.before, gone.after) == ("h.*.fc (3 -> 2 x)", 12, 16)
+    grew, new = grouped(changes((4, 8), (4, 8), (None, 7)))
+    assert (grew.name, grew.before, grew.after) == ("h.*.fc (2 x)", 8, 16)
+    assert (new.name, new.before, new.after) == ("h.2.fc", None, 7)
     (new,) = grouped(changes((None, 8), (None, 8)))
     assert (new.name, new.before, new.status) == ("h.*.fc (2 x)", None, "new")
-    # Where they have not all changed alike, none can speak for the others.
     assert len(grouped(changes((4, 8), (4, 9), (None, 8)))) == 3

@@ -1,7 +1,5 @@
-import functools
 import json
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from rich.console import Console
@@ -55,7 +53,6 @@ class TestReading:
             inside = sum(p.numel() for p in module.parameters())
             # Parameters that are tied to earlier ones count there.
             assert row_of(table, module_name).num_parameters <= inside
-        assert row_of(table, "").share == 1
 
     def test_a_module_and_its_state_dict_say_the_same(self):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), tied())
@@ -174,36 +171,13 @@ def stepped_state_bytes(make, parameter):
 
 
 class TestModelStates:
-    @pytest.mark.parametrize(
-        "make",
-        [
-            torch.optim.AdamW,
-            torch.optim.SGD,
-            functools.partial(torch.optim.SGD, momentum=0.9, lr=0.1),
-            torch.optim.Adafactor,
-            torch.optim.Adagrad,
-            torch.optim.NAdam,
-            bnb.optim.adamw.AdamW8bit,
-            lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
-        ],
-    )
     @pytest.mark.parametrize("shape", [(300, 512), (700, 300), (16,)])
-    def test_state_is_what_a_step_makes(self, make, shape):
+    def test_state_is_what_a_step_of_adamw_makes(self, shape):
         table = parameter_table({"weight": shape})
-        expected = stepped_state_bytes(make, nn.Parameter(torch.zeros(shape)))
-        found = model_states(table, make).total_bytes - 2 * table.num_bytes
-        assert found == expected
-
-    def test_takes_the_settings_of_an_instance(self):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
-        costs = model_states(parameter_table({"weight": (100,)}), optimizer)
-        assert (costs.optimizer, costs.total_bytes) == ("SGD", 1200)
-
-    def test_a_function_goes_by_what_it_makes(self):
-        def make(parameters):
-            return torch.optim.RAdam(parameters)
-
-        assert model_states(parameter_table({"weight": (100,)}), make).optimizer == "RAdam"
+        expected = stepped_state_bytes(torch.optim.AdamW, nn.Parameter(torch.zeros(shape)))
+        costs = model_states(table)
+        assert costs.total_bytes - 2 * table.num_bytes == expected
+        assert costs.optimizer == "AdamW"
 
     def test_frozen_parameters_cost_themselves(self):
         model = nn.Linear(10, 10).requires_grad_(False)
@@ -213,20 +187,6 @@ class TestModelStates:
         table = parameter_table({"packed": ((100,), "uint8"), "scale": (10,)})
         assert model_states(table).total_bytes == 100 + 10 * (4 + 4 + 8) + 4
 
-    def test_refuses_an_optimizer_that_needs_values(self):
-        class Stubborn(torch.optim.SGD):
-            def step(self, closure=None):
-                for p in self.param_groups[0]["params"]:
-                    p.abs().max().item()
-
-        with pytest.raises(ConfigurationError, match="Give a batch"):
-            model_states(parameter_table({"weight": (100,)}), Stubborn)
-
-    @pytest.mark.parametrize("wrong", [torch.optim.LBFGS, 5, nn.Linear])
-    def test_refuses_what_cannot_step(self, wrong):
-        with pytest.raises(ConfigurationError, match=r"such as `torch.optim.AdamW`"):
-            model_states(parameter_table({"weight": (100,)}), wrong)
-
     def test_comes_from_a_prediction(self):
         memory = MemoryBreakdown(
             parameter_bytes=4, gradient_bytes=4, optimizer_state_bytes=2, activation_bytes=1000
@@ -234,14 +194,14 @@ class TestModelStates:
         prediction = MemoryPrediction(
             "cpu", "M", memory, {}, (ModuleMemory("head", "Linear", 1, memory),)
         )
-        costs = ModelStates.from_prediction(prediction)
+        costs = ModelStates.from_prediction(prediction, "AdamW")
         assert costs.by_module == {"head": 10}
         assert (costs.summary, costs.remark) == ("parameters, gradients and optimizer state", "")
 
     def test_says_which_gradients_are_not_alive_at_the_peak(self):
         early, late = (MemoryBreakdown(parameter_bytes=4, gradient_bytes=n) for n in (1, 4))
         prediction = MemoryPrediction("cpu", "M", early, {"forward": early, "backward": late})
-        costs = ModelStates.from_prediction(prediction)
+        costs = ModelStates.from_prediction(prediction, "AdamW")
         assert costs.summary == "parameters and gradients"
         assert costs.remark == "of the gradients 1 B of 4 B are alive"
 
@@ -256,7 +216,7 @@ class TestSentences:
             "parameters: each has a row for every one of 867,813 entries."
         )
         assert said[1].startswith("With AdamW they need 11.59 GiB of the 13.03 GiB that")
-        assert said[2].startswith("12 blocks of 7.9M parameters")
+        assert said[2].startswith("12 blocks of 7,891,264 parameters")
         assert "hold 10.8 %." in said[2]
         assert said[4].startswith(
             "Of the 13 columns one, `account`, has 867,599 of the 867,813 categories (99.98 %): "

@@ -6,8 +6,8 @@ from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.planning.block_costs import (
     KEEP,
     BlockCosts,
-    Run,
     can_be_cut,
+    cut,
     runs_of,
     value_of,
 )
@@ -40,13 +40,13 @@ CHOICES = (
 def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, error):
     model = planned("gpt2").model
     (run,) = runs_of(model, find_blocks(model))
-    assert len(run.names) == 6
+    assert len(run) == 6
     step = what_if_of("gpt2").step.with_settings({"precision": "32-true", **settings})
     few = replace(
         step.with_settings({"activation_checkpointing": value_of(RECORDED)}),
-        change=lambda copy: run.cut(copy, len(RECORDED)),
+        change=lambda copy: cut(copy, run, len(RECORDED)),
     )
-    recorded = [(dict(zip(run.names, RECORDED, strict=False)), predict(few))]
+    recorded = [(dict(zip(run, RECORDED, strict=False)), predict(few))]
     costs = BlockCosts([run], recorded, [p.numel() for p in model.parameters()], RATES)
     for kinds in CHOICES:
         whole = predict(step.with_settings({"activation_checkpointing": value_of(kinds)}))
@@ -63,16 +63,16 @@ def test_runs_are_blocks_of_equal_shapes_that_follow_each_other():
     model = planned("t5").model
     runs = runs_of(model, find_blocks(model))
     # The first block of each preset has the table of relative positions.
-    assert [len(run.names) for run in runs] == [1, 1, 1, 1]
+    assert [len(run) for run in runs] == [1, 1, 1, 1]
     model = planned("convolutions").model
-    assert [len(run.names) for run in runs_of(model, find_blocks(model))] == [1, 1, 1, 1]
+    assert [len(run) for run in runs_of(model, find_blocks(model))] == [1, 1, 1, 1]
 
 
 def test_a_cut_keeps_the_names_of_the_first_blocks():
     model = planned("gpt2").model
-    run = Run(("transformer.h.4", "transformer.h.5"))
+    run = ("transformer.h.4", "transformer.h.5")
     assert can_be_cut(model, run)
-    step = replace(what_if_of("gpt2").step, change=lambda copy: run.cut(copy, 1))
+    step = replace(what_if_of("gpt2").step, change=lambda copy: cut(copy, run, 1))
     names = {module.name for module in predict(step).modules}
     assert "transformer.h.4" in names
     assert "transformer.h.5" not in names

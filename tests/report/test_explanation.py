@@ -63,7 +63,7 @@ def test_a_vocabulary_that_dominates_is_named():
     names = ["model structure", "vocabulary and labels", "copies of the logits"]
     found = explain(model, ids(1, 16), factors=names)
     prediction = predict_memory(model, ids(1, 16), device="cpu")
-    costs = ModelStates.from_prediction(prediction).by_module
+    costs = ModelStates.from_prediction(prediction, "AdamW").by_module
     table = costs["bert.embeddings.word_embeddings"]
     assert found.factor("vocabulary and labels").figures["table_bytes"] == table
     assert f"it needs {format_bytes(table)} of the" in text_of(found)
@@ -76,8 +76,9 @@ def test_logits_that_dominate_are_named():
     names = ["copies of the logits"]
     found = explain(lambda: bert(vocab_size=5000), ids(16, 64), factors=names)
     copies = found.factor("copies of the logits")
-    assert f"{copies.figures['num_copies']} tensors hold values of 5,000 outputs" in text_of(found)
-    assert format_bytes(copies.num_bytes) in text_of(found)
+    assert copies.verdict == "matters"
+    assert f"{copies.figures['num_copies']} tensors of 5,000 outputs" in copies.sentence
+    assert format_bytes(copies.num_bytes) in copies.sentence
 
 
 def test_activations_that_dominate_are_named_with_their_blocks():
@@ -98,7 +99,6 @@ def test_activations_that_dominate_are_named_with_their_blocks():
 def test_scores_of_eager_attention_are_named():
     names = ["attention kernel", "sequence length"]
     found = explain(bert, ids(1, 512), device="cuda", factors=names)
-    assert "for all pairs of the 512 tokens (scores of attention)" in text_of(found)
     assert found.factor("attention kernel").verdict == "matters"
     assert found.factor("sequence length").figures["order"] == "quadratic"
 
@@ -171,7 +171,7 @@ def test_all_of_it_is_shown_and_given_as_json():
     factors = ["attention kernel"]
     found = explain_memory(bert, ids(), settings=settings, gpu="GTX-1660-Ti", factors=factors)
     text = str(found)
-    for part in ("What the peak depends on", "What to type", "Largest tensors", "(whole)"):
+    for part in ("What the peak depends on", "What to type", "largest tensors", "(whole)"):
         assert part in text
     assert "GTX-1660-Ti has 5.80 GiB: it fits" in text_of(found)
     assert "It fits GTX-1660-Ti without changes." in text
