@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave import LowBitOptimizer, MemSaveCallback
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import report as _report
-from lightning_memsave.callbacks.settings import setting as _setting
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import (
     callback_with,
     fit,
@@ -144,9 +143,6 @@ class TestSmallestSaving:
         fit(lit, callback, Backbone())
         assert "need not change" not in str(rows_of(callback)["optimizer"].details)
 
-    def test_is_one_segment_of_the_allocator(self, pytestconfig):
-        assert "SMALLEST_SAVING_BYTES = 20 * 2**20" in Path(_setting.__file__).read_text()
-
 
 class TestOneTrainerAtATime:
     def test_the_same_object_twice_is_refused(self, package):
@@ -174,19 +170,6 @@ class TestOneTrainerAtATime:
 
 
 class TestResume:
-    def test_lightning_names_the_callback_that_is_missing(self, package, tmp_path):
-        path, lit = tmp_path / "last.ckpt", make_lit(package)
-        trainer = make_trainer(package, MemSaveCallback(optimizer="8bit"))
-        trainer.fit(copy.deepcopy(lit))
-        trainer.save_checkpoint(path)
-        with (
-            pytest.warns(UserWarning, match=r"add the following callbacks: \['MemSaveCallback'\]"),
-            pytest.raises(KeyError, match="exp_avg"),
-        ):
-            make_trainer(package, max_epochs=2).fit(copy.deepcopy(lit), ckpt_path=path)
-        callback = MemSaveCallback(optimizer="8bit")
-        make_trainer(package, callback, max_epochs=2).fit(lit, ckpt_path=path)
-
     def test_nonsense_in_a_checkpoint_is_ignored(self, package, tmp_path):
         path, lit = tmp_path / "last.ckpt", make_lit(package)
         trainer = make_trainer(package, MemSaveCallback())
@@ -211,13 +194,6 @@ def test_the_report_names_the_device_of_the_run(monkeypatch):
     _report.write_report(".", {}, [], **given)
     assert asked == []
     assert json.loads(Path("memsave_report.json").read_text())["device"] == "cpu"
-
-
-def test_wrong_settings_of_a_technique_are_listed_once():
-    with pytest.raises(ConfigurationError) as caught:
-        LowBitOptimizer("lion_8bit", optimizer_kwargs={"beta": 0.9}, keep_32bit=(3,))  # type: ignore[arg-type]
-    assert str(caught.value).count("cannot be created") == 1
-    assert "(2 problems)" in str(caught.value)
 
 
 def test_the_same_problem_of_many_blocks_is_one_line():

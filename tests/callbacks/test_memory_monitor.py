@@ -30,7 +30,7 @@ from lightning_memsave.measure.nvml import NvmlReading
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.units import GIB
 from tests.callbacks import lit
-from tests.callbacks.lit import callback_with, no_step
+from tests.callbacks.lit import no_step
 
 NUM_SAMPLES, BATCH_SIZE = 40, 4
 NUM_PARAMETERS = 64 * 256 + 256 + 256 + 1
@@ -549,29 +549,6 @@ def test_print_repr_and_a_notebook_show_a_summary_in_a_few_lines():
     assert repr(summary) == "<MemorySummary of 4 steps: peak 3.00 GiB on GPU 0>"
     in_a_notebook: Any = summary
     assert "3.00 GiB" in in_a_notebook._repr_mimebundle_((), ())["text/html"]
-
-
-def test_maximum_and_sum_over_ranks(package, tmp_path):
-    def training_step(self, batch, batch_idx):
-        torch.zeros(10**6 * (1 + self.global_rank))
-        return self.model(batch[0]).mean()
-
-    def write_summary(self, trainer, pl_module):
-        if trainer.is_global_zero:
-            (tmp_path / "summary.json").write_text(json.dumps(monitor.summary.to_dict()))
-
-    monitor, writing = GPUMemoryMonitor(2), callback_with(package, on_fit_end=write_summary)
-    csv = loggers(package, tmp_path)[0]
-    ranks = {"devices": 2, "strategy": "ddp_fork"}
-    module = make_module(package, training_step=training_step)
-    make_trainer(package, monitor, writing, logger=csv, **ranks).fit(module, loader())
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["num_samples"] == NUM_SAMPLES
-    assert summary["num_steps"] == 5
-    # Eight megabytes on rank one, four on rank zero, beside less than one of all else.
-    assert 8_000_000 < summary["peak_bytes"] < 9_000_000
-    assert sum(summary["by_category"].values()) < 5_000_000
-    assert float(logged_rows(csv)[0]["memory/peak_live_gib"]) * GIB > 8_000_000
 
 
 @pytest.mark.gpu

@@ -256,18 +256,6 @@ class TestNothingSilent:
         assert sum(measured["by_category"].values()) == measured["peak_bytes"]
         assert measured["by_category"]["parameter"] == parameters
 
-    @pytest.mark.parametrize("kind", ["no folder", "a file", "unknown protocol"])
-    def test_a_report_that_cannot_be_written_ends_no_fit(self, kind, tmp_path):
-        (tmp_path / "file").write_text("kept")
-        folders = {"no folder": "/proc/none", "a file": str(tmp_path / "file")}
-        folder = folders.get(kind, "nowhere://folder")
-        with pytest.warns(MemsaveWarning, match=r"default_root_dir=\.\.\.") as caught:
-            fit(make_lit(), exact(), default_root_dir=folder)
-        messages = [str(w.message) for w in caught if w.category is MemsaveWarning]
-        assert [f"`{folder}/memsave_report.json`" in message for message in messages] == [True]
-        assert (tmp_path / "file").read_text() == "kept"
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
-
     def test_a_report_that_cannot_be_written_hides_no_exception(self, package):
         stopping = callback_with(package, on_train_batch_end=stop)
         with (

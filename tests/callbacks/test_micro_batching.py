@@ -42,7 +42,6 @@ from tests.callbacks.lit import (
     make_trainer,
     no_step,
     only,
-    quiet,
     rows_of,
     without_dropout,
 )
@@ -367,15 +366,6 @@ def check_place(place: int, model: str, settings: tuple[tuple[str, Any], ...] = 
 
 @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
 class TestOutOfMemory:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("distance", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
-    def test_at_operators_of_a_batch(self, distance):
-        """The result is that of a run with the smaller size from this batch on, bit for bit."""
-        _, start, end, _ = ops_of_batches("batch_norm")
-        assert end - start > 100
-        for place in range(start, end, distance):
-            check_place(place, "batch_norm")
-
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(6))
     @pytest.mark.parametrize("num_places", [1, pytest.param(50, marks=pytest.mark.exhaustive)])
@@ -801,11 +791,6 @@ class TestRefused:
         fit(make_lit(), callback, finder)
         assert row(callback).status == "off"
         assert "BatchSizeFinder" in row(callback).details[0]
-
-    def test_exactness_bitwise_switches_the_default_off(self):
-        callback = quiet(exactness="bitwise")
-        fit(make_lit(), callback)
-        assert row(callback).status == "off"
 
     def test_half_parameters_of_a_late_model(self):
         lit = make_lit(configure_model=lambda self: self.model.to(torch.bfloat16))

@@ -91,13 +91,6 @@ class TestBitwise:
         assert_same(fit(lit, package=package, **how), saving)
         assert rows_of(callback)["offload"].status == "on"
 
-    @pytest.mark.parametrize("model", ["tied", "batch_norm", "frozen", "transformer"])
-    @pytest.mark.turns(2)
-    def test_other_models_beside_other_settings(self, model):
-        lit = make_lit(model=model)
-        callback = only(activation_checkpointing="all", micro_batch_size=HALVE)
-        assert_same(fit(lit), fit(lit, callback))
-
     @pytest.mark.parametrize("settings", ["plain", "clipped by value", "accumulated", "bf16"])
     def test_updated_in_backward(self, package, settings):
         lit, how = make_lit(package), SETTINGS[settings]
@@ -118,30 +111,6 @@ class TestBitwise:
         how: dict[str, Any] = {"package": package, "gradient_clip_val": 0.1}
         assert_same(fit(lit, plain, **how), fit(lit, saving, **how))
         assert rows_of(saving)["offload"].status == "on"
-
-    def test_embeddings(self):
-        lit, how = make_lit(model="classifier"), {"max_epochs": 2, "gradient_clip_val": 0.5}
-        offload = Offloading("parameters+embeddings", min_table_bytes=2**12)
-        callback = only(offload=offload, activation_checkpointing="all")
-        assert_same(fit(lit, **how), fit(lit, callback, **how))
-        row = rows_of(callback)["offload"]
-        assert "1 embeddings on the host: 64.00 KiB" in row.details
-        assert row.exactness == "bitwise"
-
-    @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-    @pytest.mark.parametrize("in_backward", [None, True])
-    def test_embeddings_beside_rounded_updates(self, rounding, in_backward):
-        callback = only(
-            offload=TABLES,
-            low_precision_weights=rounding,
-            optimizer_in_backward=in_backward,
-            precision="bf16-mixed",
-        )
-        losses, state, _ = fit(make_lit(model="classifier"), callback, max_epochs=2)
-        assert losses == pytest.approx(fit(make_lit(model="classifier"), max_epochs=2)[0], rel=0.02)
-        assert state["model.embedding.weight"].dtype is torch.float32
-        rows = rows_of(callback)
-        assert (rows["offload"].status, rows["low_precision_weights"].status) == ("on", "on")
 
     @pytest.mark.parametrize("in_backward", [None, True])
     def test_embeddings_are_predicted(self, in_backward):
@@ -245,13 +214,6 @@ class TestLossOutsideOfTheModel:
         losses = [each[2].callback_metrics["val_loss"] for each in (one, other)]
         assert torch.equal(*losses)
         assert rows_of(saving)["chunked_cross_entropy"].status == "on"
-
-    def test_in_the_preset(self):
-        chunked = ChunkedCrossEntropy(heads="model.head")
-        callback = quiet(preset="offload", chunked_cross_entropy=chunked)
-        fit(self.lit(), callback, **SETTINGS["validated"])
-        for name in ("offload", "chunked_cross_entropy"):
-            assert rows_of(callback)[name].status == "on"
 
 
 class TestOutOfMemory:

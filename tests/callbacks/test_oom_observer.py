@@ -7,7 +7,6 @@ import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -328,13 +327,6 @@ class TestNeverHidesTheException:
         fail(package, OOMObserver())
         assert "disk full" in (TEXT.read_text() if is_a_part else caplog.text)
 
-    def test_when_the_directory_is_a_file(self, package, caplog):
-        Path("taken").write_text("")
-        fail(package, OOMObserver("taken"))
-        said = "Not written: taken/memsave_oom.txt, taken/memsave_oom.json (FileExistsError: "
-        assert said in caplog.text
-        assert "Use `OOMObserver(dirpath=...)` with a folder" in caplog.text
-
     def test_when_an_addition_fails(self, package):
         def add(report):
             report.add_section("Half", ["written"])
@@ -438,26 +430,6 @@ class TestWhatIsKept:
         for word in ("recompute", "8 bits", "8bit", "accumulate", "activation_checkpointing"):
             assert word not in advice
         assert len([one for one in found["alive"]["largest"] if one["name"] == owner]) == 1
-
-    def test_by_a_callback(self, package):
-        class Keep(package.Callback):  # type: ignore[name-defined, misc]
-            def __init__(self) -> None:
-                self.kept: dict[str, Any] = {"train": []}
-
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-                self.kept["train"].append(batch.repeat(1000, 1))
-
-        lit = make_lit(package, Failing(at=4))
-        self.check(package, lit, "Keep.kept", Keep())
-        assert "Keep.kept, 3 tensors of (4000, 64) float32" in TEXT.read_text()
-
-    def test_by_a_logger(self, package, tmp_path):
-        class Own(package.loggers.CSVLogger):  # type: ignore[name-defined, misc]
-            def log_metrics(self, metrics, step=None):
-                self.kept = [*getattr(self, "kept", []), torch.ones(100_000)]
-
-        lit = make_lit(package, Failing(at=4))
-        self.check(package, lit, "Own.kept", logger=Own(tmp_path), log_every_n_steps=1)
 
     def test_by_graphs(self, package):
         def on_train_batch_start(self, batch, batch_idx):
