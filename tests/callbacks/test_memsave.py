@@ -35,6 +35,7 @@ from tests.callbacks.lit import (
     make_lit,
     make_trainer,
     no_step,
+    only,
     quiet,
     rows_of,
     summary_of,
@@ -372,7 +373,9 @@ class TestBesideOthers:
             makers.append(lambda: package.callbacks.EMAWeightAveraging(decay=0.5))
         lit, how = make_lit(package, "batch_norm"), {"package": package, "max_epochs": 3}
         for make in makers:
-            assert_same(fit(lit, make(), **how), fit(lit, make(), exact(), **how))
+            plain = fit(lit, make(), **how)
+            for callback in (exact(), only("auto")):
+                assert_same(plain, fit(lit, make(), callback, **how))
 
     def test_accumulation_scheduler_is_kept(self, package):
         callback, scheduler = exact(), package.callbacks.GradientAccumulationScheduler

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -195,23 +194,6 @@ class TestOnePart:
         assert plain[2].callback_metrics == saving[2].callback_metrics
         assert plain[2].global_step == saving[2].global_step
 
-    def test_together_with_everything_bitwise(self, package):
-        lit = make_lit(package)
-        callback = only("auto", activation_checkpointing="all", accumulate_grad_batches=3)
-        assert_same(
-            fit(lit, package=package, accumulate_grad_batches=3),
-            fit(lit, callback, package=package),
-        )
-
-    def test_weight_averaging_updates_batch_norm(self, package):
-        lit = make_lit(package, "batch_norm")
-
-        def averaging() -> Any:
-            return package.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)
-
-        plain = fit(lit, averaging(), package=package, max_epochs=3)
-        assert_same(plain, fit(lit, averaging(), only("auto"), package=package, max_epochs=3))
-
 
 def logging_lit(package: Any, mode: OutOfMemoryAt) -> Any:
     """Memory can run out once values are logged, to the end of backward."""
@@ -388,13 +370,6 @@ class TestOutOfMemory:
             model, settings = own[number % len(own)]
             check_place(random.randrange(ops_of_batches(model, settings)[-1]), model, settings)
 
-    def test_twice_in_one_batch(self, package):
-        """4, 2, 1: the exact sequence of sizes."""
-        first = ops_of_batches("dropout")[1] - 1
-        result, _, callback = run_armed((first, first + 10), "dropout")
-        assert callback._micro_batches.size == 1
-        assert_same(result, fit_at_size_one())
-
     def test_is_said_once_and_in_the_table(self):
         callback = only("auto")
         mode = OutOfMemoryAt(5)
@@ -493,11 +468,6 @@ class TestOutOfMemory:
         with mode, pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
             fit(armed_lit(package, "dropout", mode), only(2), package=package)
 
-    def test_other_errors_are_not_caught(self, package):
-        lit = make_lit(package, training_step=lambda self, batch, batch_idx: batch @ batch)
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            fit(lit, only("auto"), package=package)
-
     def test_nothing_of_the_failed_try_stays_alive(self):
         """The traceback would keep every tensor of the step (pytorch issue 18853)."""
         alive: list[list[bool]] = []
@@ -573,14 +543,6 @@ class TestProbe:
         start = long_fit()[1].starts[8]
         with pytest.raises(MemoryExhaustedError, match="`micro_batch_size=4`"):
             long_fit(start - 1)
-
-
-@functools.cache
-def fit_at_size_one() -> Any:
-    torch.manual_seed(0)
-    lit = armed_lit(LIGHTNING, "dropout", OutOfMemoryAt())
-    limits = {"limit_train_batches": 3, "limit_val_batches": 0}
-    return fit(lit, only(1), log_every_n_steps=1, **limits)
 
 
 def two_groups(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -759,43 +721,10 @@ class TestMemory:
         assert alive[16] - alive[0] < 0.1 * copies
 
 
-def manual() -> Any:
-    lit = make_lit()
-    lit.automatic_optimization = False
-    return lit
-
-
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("make", "reason"),
-        [
-            (manual, "automatic_optimization=False"),
-            (lambda: make_lit().to(torch.bfloat16), "torch.bfloat16"),
-            (lambda: make_lit().half(), "torch.float16"),
-        ],
-    )
-    def test_by_number_refused_by_default_left_out(self, make, reason):
-        with pytest.raises(IncompatibleError, match=reason):
-            fit(make(), only(2))
-        callback = only("auto")
-        trainer = make_trainer(LIGHTNING, callback)
-        trainer.strategy._lightning_module = make()
-        callback.setup(trainer, trainer.lightning_module, "fit")
-        assert row(callback).status == "off"
-        assert reason in row(callback).details[0]
-
-    @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-    def test_a_search_for_the_batch_size_goes_first(self):
-        callback = only("auto")
-        finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)
-        fit(make_lit(), callback, finder)
-        assert row(callback).status == "off"
-        assert "BatchSizeFinder" in row(callback).details[0]
-
-    def test_half_parameters_of_a_late_model(self):
-        lit = make_lit(configure_model=lambda self: self.model.to(torch.bfloat16))
-        with pytest.raises(IncompatibleError, match=r"torch\.bfloat16"):
-            fit(lit, only(2))
+def test_half_parameters_of_a_late_model_are_refused():
+    lit = make_lit(configure_model=lambda self: self.model.to(torch.bfloat16))
+    with pytest.raises(IncompatibleError, match=r"torch\.bfloat16"):
+        fit(lit, only(2))
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
@@ -819,17 +748,6 @@ def test_a_step_that_returns_nothing(package):
         trainer.fit(lit)
     assert all(torch.equal(v, before[k]) for k, v in lit.state_dict().items())
     assert trainer.global_step == 6
-
-
-def test_hooks_run_in_order(package):
-    """Gradients are zeroed before the first part; one optimizer step after the last."""
-    events: list[str] = []
-    hooks = ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step")
-    notes = {name: lambda self, *_, name=name: events.append(name) for name in hooks}
-    lit = make_lit(package, **notes)
-    fit(lit, only(2), package=package, limit_train_batches=1, limit_val_batches=0)
-    backward = "on_before_backward"
-    assert events == ["on_before_zero_grad", backward, backward, "on_before_optimizer_step"]
 
 
 def test_the_callback_serves_a_second_fit_and_copies(package):
