@@ -102,6 +102,8 @@ ALONE: list[tuple[str, str, list[Any]]] = [
         r"Use `chunked_cross_entropy=True`, `chunked_.*=512`",
         ["yes", 0, -1, 1.5, NAN, [256], ChunkedCrossEntropy, LowBitOptimizer()],
     ),
+    ("offload", r"`offload='disk'` is not a valid value", ["disk"]),
+    ("host_budget", r"`host_budget='much'`", ["much"]),
     ("attention", r"Use one of 'sdpa'", ["flash2", "", "SDPA"]),
     ("attention", r'Use `attention="sdpa"`', [1, True, False, ["sdpa"], AttentionKernel]),
     (
@@ -121,6 +123,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         r"Use `activation_checkpointing=ActivationCheckpointing\(\.\.\., blocks=\.\.\.\)`",
     ),
     ({"activation_checkpointing": None, "blocks": "Block"}, r"or remove `blocks`"),
+    ({"offload": None, "host_budget": "1GiB"}, r"is not used with `offload=None`"),
     (
         {"low_precision_weights": "kahan", "precision": "16-mixed"},
         r"Use `precision='bf16-mixed'`, or set `low_precision_weights=None`",
