@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback, predict_memory
@@ -14,6 +13,7 @@ from lightning_memsave.techniques.registry import with_preset
 from lightning_memsave.trainer.precision import full_name, overflows_in_float16
 from lightning_memsave.trainer.trainer import package_of
 from tests.callbacks.lit import assert_same, fit, make_lit, make_trainer, quiet, rows_of
+from tests.techniques.hugging_face import tiny
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
@@ -184,10 +184,10 @@ class TestAutoOnCuda:
         assert 'pass `precision="16-mixed"`' in reason
 
     @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
-    @pytest.mark.parametrize("family", ["T5", "Gemma"])
+    @pytest.mark.parametrize("family", ["t5", "gemma"])
     def test_models_that_overflow_stay_float32_and_are_named(self, capability, family):
         trainer, lit = make_trainer(), make_lit()
-        lit.model = hugging_face(family)
+        lit.model = tiny(family)
         chosen, reason = precision_module._choose(trainer, lit)
         assert chosen is None
         assert f"`{type(lit.model).__name__}` overflow in float16" in reason
@@ -226,34 +226,12 @@ class TestAutoOnCuda:
         assert "would stay so" in reason
 
 
-_OF_GEMMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-SIZES: dict[str, tuple[Any, dict[str, int]]] = {
-    "T5": (
-        transformers.T5ForConditionalGeneration,
-        {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2},
-    ),
-    "Gemma": (
-        transformers.GemmaForCausalLM,
-        _OF_GEMMA | {"num_attention_heads": 2, "num_key_value_heads": 1},
-    ),
-    "GPT-2": (
-        transformers.GPT2LMHeadModel,
-        {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8},
-    ),
-}
-
-
-def hugging_face(family: str, **config: Any) -> Any:
-    model_class, sizes = SIZES[family]
-    return model_class(model_class.config_class(vocab_size=32, **sizes, **config))
-
-
 def test_what_overflows_in_float16():
     assert overflows_in_float16(nn.Linear(2, 2)) == ""
-    assert overflows_in_float16(hugging_face("GPT-2")) == ""
-    inside = nn.Sequential(hugging_face("T5"))
+    assert overflows_in_float16(tiny("gpt2")) == ""
+    inside = nn.Sequential(tiny("t5"))
     assert "`T5ForConditionalGeneration` overflow" in overflows_in_float16(inside)
-    model = hugging_face("GPT-2")
+    model = tiny("gpt2")
     model.config.dtype = torch.bfloat16
     assert "made for bfloat16" in overflows_in_float16(model)
 
@@ -264,7 +242,7 @@ class TestPredictionForOldGPUs:
     def predict(self, gpu: str, trainer_arguments: Any = None, **settings: Any) -> Any:
         tokens = torch.zeros(2, 8, dtype=torch.long)
         return predict_memory(
-            hugging_face("GPT-2"),
+            tiny("gpt2"),
             {"input_ids": tokens, "labels": tokens},
             gpu=gpu,
             settings=settings,

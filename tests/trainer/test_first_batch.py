@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import random
 import threading
 import warnings
@@ -81,7 +82,9 @@ class Seen:
         self.draws = [torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()]
 
 
-def make_project(package: ModuleType, make_loader: Callable[[Any], Any], seen: Seen) -> Any:
+def make_project(
+    package: ModuleType, make_loader: Callable[[Any], Any], seen: Seen, **methods: Any
+) -> Any:
     def train_dataloader(self: Any) -> Any:
         seen.calls += 1
         return make_loader(self)
@@ -90,26 +93,24 @@ def make_project(package: ModuleType, make_loader: Callable[[Any], Any], seen: S
         loss: Tensor = sum(self.model(leaf) for _, leaf in leaves_of(batch))
         return loss
 
-    lit = make_lit(package)
-    hooks = {"train_dataloader": train_dataloader, "training_step": training_step}
-    lit.__class__ = type("Project", (type(lit),), hooks)
-    return lit
+    steps = {"train_dataloader": train_dataloader, "training_step": training_step}
+    return make_lit(package, **(steps | methods))
 
 
 def train(
     package: ModuleType,
     make_loader: Callable[[Any], Any],
     looks: bool,
-    *,
-    change: Callable[[Any], None] = lambda lit: None,
+    *others: Any,
+    methods: Any = None,
     **settings: Any,
 ) -> Seen:
     seen = Seen(package, looks)
-    lit = make_project(package, make_loader, seen)
-    change(lit)
-    fit = {key: settings.pop(key) for key in ("ckpt_path", "datamodule") if key in settings}
+    lit = make_project(package, make_loader, seen, **(methods or {}))
+    of_fit = {"ckpt_path", "datamodule", "train_dataloaders"} & settings.keys()
+    fit = {key: settings.pop(key) for key in of_fit}
     defaults = {"max_epochs": 2, "limit_val_batches": 0}
-    trainer = make_trainer(package, seen.callback, **(defaults | settings))
+    trainer = make_trainer(package, seen.callback, *others, **(defaults | settings))
     seed_all(2)
     random.seed(2)
     trainer.fit(lit, **fit)
@@ -256,10 +257,10 @@ def seeded(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def combined(package_of_lit: Any, mode: str) -> Any:
-    name = type(package_of_lit).__mro__[2].__module__.split(".core")[0]
+def combined(lit: Any, mode: str) -> Any:
+    package = lit.trainer.__module__.partition(".trainer")[0]
     loaders = {"a": shuffled(), "b": [shuffled(Vectors(10), batch_size=3), shuffled()]}
-    return __import__(f"{name}.utilities", fromlist=["_"]).CombinedLoader(loaders, mode)
+    return importlib.import_module(f"{package}.utilities").CombinedLoader(loaders, mode)
 
 
 LOADERS: dict[str, Callable[[Any], Any]] = {
@@ -312,45 +313,26 @@ def test_training_is_unchanged(package, name):
         assert all(torch.equal(a, b) for a, b in zip(shown, looked.batches[0], strict=True))
 
 
-@packages
-def test_each_sample_is_seen_once(package):
-    looked = train(package, LOADERS["workers"], True, max_epochs=1)
-    rows = torch.cat([batch for (batch,) in looked.batches])
-    assert sorted(rows.tolist()) == sorted(Vectors().data.tolist())
-
-
 def split_at_random(lit: Any) -> Any:
     return shuffled(random_split(Vectors(), [20, 4])[0])
 
 
-def draws_in_configure_optimizers(lit: Any) -> None:
-    def configure_optimizers(self: Any) -> Any:
-        torch.rand(1)
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-    lit.__class__ = type("Drawing", (type(lit),), {"configure_optimizers": configure_optimizers})
+def draws_in_configure_optimizers(self: Any) -> Any:
+    torch.rand(1)
+    return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def asks_for_steps(lit: Any) -> None:
-    def configure_optimizers(self: Any) -> Any:
-        assert self.trainer.estimated_stepping_batches == 12
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-    lit.__class__ = type("Asking", (type(lit),), {"configure_optimizers": configure_optimizers})
+def asks_for_steps(self: Any) -> Any:
+    assert self.trainer.estimated_stepping_batches == 12
+    return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def asks_for_steps_in_setup(lit: Any) -> None:
-    def setup(self: Any, stage: str) -> None:
-        assert self.trainer.estimated_stepping_batches == 12
-
-    lit.__class__ = type("Early", (type(lit),), {"setup": setup})
+def asks_for_steps_in_setup(self: Any, stage: str) -> None:
+    assert self.trainer.estimated_stepping_batches == 12
 
 
-def changes_batch_size_in_fit(lit: Any) -> None:
-    def on_fit_start(self: Any) -> None:
-        self.batch_size = 6
-
-    lit.__class__ = type("Changing", (type(lit),), {"on_fit_start": on_fit_start})
+def changes_batch_size_in_fit(self: Any) -> None:
+    self.batch_size = 6
 
 
 def of_batch_size(lit: Any) -> Any:
@@ -358,21 +340,25 @@ def of_batch_size(lit: Any) -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "draws_before": {"change": draws_in_configure_optimizers},
+    "draws_before": {"methods": {"configure_optimizers": draws_in_configure_optimizers}},
     "loader_draws": {"make_loader": split_at_random},
     # What it draws is something else by the time that Lightning asks.
     "both_draw": {
         "make_loader": split_at_random,
-        "change": draws_in_configure_optimizers,
+        "methods": {"configure_optimizers": draws_in_configure_optimizers},
         "calls": 2,
     },
-    "steps": {"change": asks_for_steps},
-    "steps_in_setup": {"change": asks_for_steps_in_setup},
+    "steps": {"methods": {"configure_optimizers": asks_for_steps}},
+    "steps_in_setup": {"methods": {"setup": asks_for_steps_in_setup}},
     "steps_in_setup_workers": {
-        "change": asks_for_steps_in_setup,
+        "methods": {"setup": asks_for_steps_in_setup},
         "make_loader": LOADERS["persistent_workers"],
     },
-    "batch_size": {"change": changes_batch_size_in_fit, "make_loader": of_batch_size, "calls": 2},
+    "batch_size": {
+        "methods": {"on_fit_start": changes_batch_size_in_fit},
+        "make_loader": of_batch_size,
+        "calls": 2,
+    },
     "overfit": {"overfit_batches": 2},
     "overfit_workers": {"overfit_batches": 2, "make_loader": LOADERS["workers"]},
     "fast_dev_run": {"fast_dev_run": True},
@@ -402,19 +388,12 @@ def test_training_is_unchanged_where(package, name):
 
 @packages
 def test_batch_size_finder_finds_the_same(package):
-    def find(looks: bool) -> tuple[int, Seen]:
-        seen = Seen(package, looks)
-        lit = make_project(package, of_batch_size, seen)
+    found = []
+    for looks in (False, True):
         tuner = package.callbacks.BatchSizeFinder(max_trials=2, init_val=2, steps_per_trial=1)
-        trainer = make_trainer(package, seen.callback, tuner, limit_val_batches=0, max_epochs=1)
-        seed_all(2)
-        trainer.fit(lit)
-        seen.finish(lit)
-        return lit.batch_size, seen
-
-    (plain_size, plain), (size, looked) = find(False), find(True)
-    assert size == plain_size
-    assert looked.losses == plain.losses
+        seen = train(package, of_batch_size, looks, tuner, max_epochs=1)
+        found.append((tuner.optimal_batch_size, seen.losses))
+    assert found[0] == found[1]
 
 
 @packages
@@ -595,16 +574,11 @@ def test_training_is_unchanged_with_data_given_to_fit(package, name):
             return shuffled(Augmented())
 
     def run(looks: bool) -> Seen:
-        seen = Seen(package, looks)
-        lit = make_project(package, LOADERS["shuffled"], seen)
         data = {"loader": shuffled(Augmented()), "loaders": [shuffled(), shuffled()]}
-        data = {"datamodule": Data()} if name == "datamodule" else {"train_dataloaders": data[name]}
-        trainer = make_trainer(package, seen.callback, limit_val_batches=0, max_epochs=2)
-        seed_all(2)
-        random.seed(2)
-        trainer.fit(lit, **data)
-        seen.finish(lit)
-        return seen
+        given = (
+            {"datamodule": Data()} if name == "datamodule" else {"train_dataloaders": data[name]}
+        )
+        return train(package, LOADERS["shuffled"], looks, **given)
 
     plain, looked = run(False), run(True)
     assert_unchanged(plain, looked)
@@ -674,13 +648,12 @@ def test_function_runs_once_after_setup_and_before_optimizers(package):
     def on_load_checkpoint(self: Any, checkpoint: Any) -> None:
         order.append("weights")
 
-    lit = make_lit(package)
-    hooks = {
-        "configure_model": configure_model,
-        "configure_optimizers": configure_optimizers,
-        "on_load_checkpoint": on_load_checkpoint,
-    }
-    lit.__class__ = type("Ordered", (type(lit),), hooks)
+    lit = make_lit(
+        package,
+        configure_model=configure_model,
+        configure_optimizers=configure_optimizers,
+        on_load_checkpoint=on_load_checkpoint,
+    )
     trainer = make_trainer(package, Callback(), Later(), max_steps=1, limit_val_batches=0)
     trainer.fit(lit)
     begin = ["setup", "later setup", "configure_model"]

@@ -80,9 +80,8 @@ def train(looks: bool, loader: Any, draws_on: int | None = None, **settings: Any
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     callback = Look(looks)
-    lit = make_lit(pl)
     hooks = {"train_dataloader": train_dataloader, "configure_optimizers": configure_optimizers}
-    lit.__class__ = type("Project", (type(lit),), hooks)
+    lit = make_lit(pl, **hooks)
     defaults = {"strategy": "ddp", "max_epochs": 2, "limit_val_batches": 0, "devices": RANKS}
     trainer = make_trainer(pl, callback, **(defaults | settings))
     seed_all(3)
