@@ -429,15 +429,6 @@ class TestBesideOthers:
         assert status(callback, "activation_checkpointing") == "on"
         assert ours[0] == pytest.approx(plain[0], rel=1e-5)
 
-    def test_a_monitor_of_the_users_own_is_the_one_that_measures(self):
-        own = GPUMemoryMonitor(every_n_steps=1, print_summary=False)
-        callback = MemSaveCallback()
-        fit(make_lit(), own, callback)
-        assert own.summary is not None
-        measured = json.loads(Path("memsave_report.json").read_text())["measured"]
-        assert measured["peak_bytes"] == own.summary.peak_bytes
-        assert callback.monitor.summary is None
-
     def test_deepcopy_of_the_module_while_training_is_independent(self):
         copies: list[nn.Module] = []
         copying = callback_with(
