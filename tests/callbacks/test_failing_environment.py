@@ -251,8 +251,7 @@ def driver(monkeypatch):
 
 
 class TestDriver:
-    @pytest.mark.parametrize("code", ERRORS)
-    @pytest.mark.parametrize("num_calls", [0, 1, 2, 5, 8])
+    @pytest.mark.parametrize(("code", "num_calls"), [*zip(ERRORS, (0, 1, 5), strict=True)])
     def test_figures_end_and_training_does_not(self, code, num_calls, driver, caplog):
         error = pynvml.NVMLError(code)
         driver.fail(error, num_calls)

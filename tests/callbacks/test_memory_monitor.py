@@ -232,13 +232,12 @@ def test_fit_twice_measures_twice(package, tmp_path):
     assert [step for step, _ in memory.monitored] == [9, 19]
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("stage", ["validate", "predict"])
 def test_does_nothing_outside_fit(package, stage, counted):
     monitor = GPUMemoryMonitor(1)
     module = make_module(
         package,
         validation_step=validation_step,
-        test_step=lambda self, batch, batch_idx: None,
         predict_step=lambda self, batch, batch_idx: batch[0],
     )
     getattr(make_trainer(package, monitor), stage)(module, loader())
@@ -330,13 +329,6 @@ def test_the_second_monitor_does_nothing(package, tmp_path, caplog, monkeypatch)
     assert first.summary is not None
     assert second.summary is None
     assert "Another `GPUMemoryMonitor` measures already" in caplog.text
-
-
-def test_stands_alone_in_a_trainer_of_either_package(package):
-    monitor = GPUMemoryMonitor()
-    trainer = package.Trainer(callbacks=monitor, accelerator="cpu", logger=False)
-    assert monitor in trainer.callbacks
-    assert isinstance(monitor, package.Callback)
 
 
 def test_copies_and_pickles_after_a_fit(package):
@@ -473,35 +465,29 @@ def test_cuda_peaks_are_of_each_step_and_the_highest_is_kept(monkeypatch):
     assert gpu.calls.count("reset") == 3
     assert probe.notes == ["in a container"]
     assert "memory/nvml_process_gib" not in metrics
+    summary = MemorySummary("Some GPU", 5, nvml_peak_bytes=10, is_nvml_of_gpu=True)
+    assert ("peak seen by NVML on the whole GPU", "10 B") in summary.rows()
 
 
-def test_cuda_peaks_between_logged_steps_cost_nothing_and_count(monkeypatch):
+def test_cuda_peaks_between_logged_steps_cost_nothing_and_count_and_those_of_validation_do_not(
+    monkeypatch,
+):
     gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
     for peak_bytes in (50, 50, 90, 50):
         probe = gpu.step(is_logged=False, peak_bytes=peak_bytes)
         gpu.calls.append(str(probe.highest.peak_bytes))
     assert gpu.calls == ["open", "reset", "50", "reset", "50", "50", "50"]
+    assert probe.highest.nvml_bytes == 9
     gpu.reading = AllocatorReading(4, 6, 90, 180, 0, 0, None)  # as the allocator keeps it
     probe.begin_step(is_logged=True)
     assert (probe.highest.peak_bytes, probe.highest.reserved_bytes) == (90, 180)
-
-
-def test_cuda_peaks_of_validation_do_not_count(monkeypatch):
-    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
-    probe = gpu.step(is_logged=True)
+    probe.end_step()
     probe.pause()
     gpu.reading = AllocatorReading(4, 6, 5, 7, 0, 0, None)  # after the reset
     probe.resume()
     probe.finish()
-    assert probe.highest.peak_bytes == 5
-    assert gpu.calls == ["open", "reset", "reset", "wait"]
-
-
-def test_short_fits_know_what_nvml_has_seen(monkeypatch):
-    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, reason="in a container"))
-    assert gpu.step(is_logged=False).highest.nvml_bytes == 10
-    summary = MemorySummary("Some GPU", 5, nvml_peak_bytes=10, is_nvml_of_gpu=True)
-    assert ("peak seen by NVML on the whole GPU", "10 B") in summary.rows()
+    assert probe.highest.peak_bytes == 90
+    assert gpu.calls[-3:] == ["reset", "reset", "wait"]
 
 
 def test_the_device_is_read_while_the_module_is_there(package, monkeypatch):
@@ -522,8 +508,7 @@ def test_the_device_is_read_while_the_module_is_there(package, monkeypatch):
 def test_logs_as_often_as_the_trainer_unless_told(package, tmp_path):
     for every, expected in ((None, 2), (1, 4)):
         memory = loggers(package, tmp_path)[1]
-        monitor = GPUMemoryMonitor(every)
-        fit(package, monitor, logger=memory, max_steps=4, log_every_n_steps=2)
+        fit(package, GPUMemoryMonitor(every), logger=memory, max_steps=4, log_every_n_steps=2)
         assert len(memory.monitored) == expected
 
 

@@ -39,9 +39,8 @@ from tests.callbacks.lit import (
     quiet,
     rows_of,
     summary_of,
-    without_dropout,
 )
-from tests.cases import MODELS, Model
+from tests.cases import MODELS
 from tests.helpers import assert_same as assert_same_nested
 from tests.helpers import snapshot
 
@@ -96,14 +95,6 @@ class TestOneLine:
 
 
 class TestNothingLeftBehind:
-    def test_module_is_as_before_after_fit(self, package):
-        lit = make_lit(package)
-        make_trainer(package, MemSaveCallback()).fit(lit)
-        reference = make_lit(package)
-        make_trainer(package).fit(reference)
-        ours, theirs = snapshot(lit), snapshot(reference)
-        assert {k: v[3] for k, v in ours.items()} == {k: v[3] for k, v in theirs.items()}
-
     def test_module_is_as_before_after_an_exception(self, package):
         lit, callback = make_lit(package), MemSaveCallback()
         before = {name: sorted(vars(m)) for name, m in lit.model.named_modules()}
@@ -116,15 +107,6 @@ class TestNothingLeftBehind:
         report = json.loads(Path("memsave_report.json").read_text())
         assert report["status"] == "ArithmeticError: in the middle of fit"
 
-    def test_nothing_is_changed_when_something_is_refused(self, package):
-        lit = make_lit(package)
-        before = snapshot(lit)
-        trainer = make_trainer(package, MemSaveCallback(99, precision="bf16-true"))
-        with pytest.raises(IncompatibleError, match="up to 4"):
-            trainer.fit(lit)
-        assert snapshot(lit.model) == {k[6:]: v for k, v in before.items() if k.startswith("model")}
-        assert trainer.precision == "32-true"
-
     def test_fit_twice(self, package):
         lit, reference = make_lit(package), make_lit(package)
         for module, callbacks in ((lit, [exact()]), (reference, [])):
@@ -132,17 +114,6 @@ class TestNothingLeftBehind:
                 torch.manual_seed(2)
                 make_trainer(package, *callbacks).fit(module)
         assert_same_nested(lit, reference)
-
-    def test_fit_twice_with_one_trainer(self):
-        lit, callback = make_lit(), exact()
-        trainer = make_trainer(LIGHTNING, callback)
-        for epochs in (1, 2):
-            trainer.fit_loop.max_epochs = epochs
-            trainer.fit(lit)
-            assert status(callback, "activation_checkpointing") == "on"
-            assert status(callback, "optimizer") == "off"
-            assert "exactness='bitwise'" in details(callback, "optimizer")
-        assert trainer.current_epoch == 2
 
     def test_a_used_callback_holds_neither_module_nor_optimizers(self):
         lit, callback = make_lit(), MemSaveCallback()
@@ -418,16 +389,6 @@ class TestBesideOthers:
         callback = exact()
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         assert status(callback, "activation_checkpointing") == "on"
-
-    @pytest.mark.slow
-    def test_compiled_module(self):
-        lit = make_lit(model=without_dropout(Model()))
-        plain = fit(lit)
-        lit.model = torch.compile(lit.model, backend="aot_eager")
-        callback = exact()
-        ours = fit(lit, callback)
-        assert status(callback, "activation_checkpointing") == "on"
-        assert ours[0] == pytest.approx(plain[0], rel=1e-5)
 
     def test_deepcopy_of_the_module_while_training_is_independent(self):
         copies: list[nn.Module] = []
