@@ -16,7 +16,6 @@ from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import (
     callback_with,
     fit,
-    late,
     make_lit,
     make_trainer,
     rows_of,
@@ -27,63 +26,6 @@ pytestmark = pytest.mark.usefixtures("no_prediction")
 
 def with_optimizer(make: Any) -> Any:
     return make_lit(configure_optimizers=lambda self: make(self.parameters()))
-
-
-def name_of(value: Any) -> str:
-    return getattr(value, "__name__", str(value))
-
-
-REFUSED: list[tuple[dict[str, Any], Any, str]] = [
-    (
-        {"activation_checkpointing": "all", "blocks": "Blocck"},
-        make_lit,
-        "Did you mean `Block`.*or set `activation_checkpointing=None`",
-    ),
-    ({"blocks": "Typo"}, make_lit, r"matches `blocks='Typo'`. Classes that repeat: `Block` \(4\)"),
-    ({"blocks": "re:.*layers.*"}, make_lit, r"nothing in `Lit` matches `blocks='re:\.\*layers"),
-    (
-        {"activation_checkpointing": "all"},
-        lambda: make_lit(model="unrepeated"),
-        "recomputing single layers saves nothing.*or set `activation_checkpointing=None`",
-    ),
-    (
-        {"chunked_cross_entropy": True},
-        make_lit,
-        r'`ChunkedCrossEntropy\(heads="lm_head"\)`.*`chunked_cross_entropy=None`',
-    ),
-    ({"attention": "sdpa"}, make_lit, "contains no Hugging Face model.*`attention=None`"),
-    (
-        {"optimizer": "8bit"},
-        lambda: with_optimizer(lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
-        "nesterov.*or set `optimizer=None`",
-    ),
-    (
-        {"optimizer": "8bit", "activation_checkpointing": "all"},
-        lambda: late(make_lit(model="unrepeated")),
-        "single layers",
-    ),
-]
-
-
-@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
-@pytest.mark.parametrize(("settings", "make", "message"), REFUSED, ids=name_of)
-def test_what_finds_nothing_is_refused_before_training(settings, make, message, is_late):
-    lit = make()
-    lit = late(lit) if is_late and lit.model is not None else lit
-    type(lit).training_step = lambda *_: pytest.fail("it trains")
-    callback = MemSaveCallback(**settings)
-    with pytest.raises(IncompatibleError, match=message) as caught:
-        make_trainer(pl, callback).fit(lit)
-    name = "activation_checkpointing" if "blocks" in message or "layers" in message else ""
-    name = name or next(iter(settings))
-    assert any(f"`{name}=" in problem.what for problem in caught.value.problems)
-    assert "configure_optimizers" not in vars(lit)
-
-
-def test_all_that_finds_nothing_is_in_one_message():
-    callback = MemSaveCallback(chunked_cross_entropy=True, attention="sdpa", blocks="Typo")
-    with pytest.raises(IncompatibleError, match=r"\(3 problems\)"):
-        fit(make_lit(), callback)
 
 
 def test_what_is_so_already_is_not_refused():

@@ -28,7 +28,6 @@ from tests.callbacks.lit import (
     assert_same,
     callback_with,
     fit,
-    loader,
     make_lit,
     make_trainer,
     model_step,
@@ -457,36 +456,6 @@ class TestMasters:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("settings", "how", "message"),
-        [
-            ({}, {"precision": "bf16-true"}, 'Use `precision="bf16-mixed"`'),
-            ({"host_budget": "1MiB"}, {}, "`host_budget` is 1.00 MiB"),
-            (
-                {"optimizer_in_backward": True},
-                {"gradient_clip_val": 1.0},
-                "the norm of all gradients is known only after backward",
-            ),
-            (
-                {"low_precision_weights": "stochastic", "precision": "bf16-mixed"},
-                {},
-                'Use `low_precision_weights="master"`',
-            ),
-            (
-                {"low_precision_weights": "master", "offload": None, "precision": "bf16-mixed"},
-                {},
-                'Set `offload="optimizer"` as well',
-            ),
-        ],
-    )
-    def test_of_trainers(self, settings, how, message):
-        lit = make_lit()
-        before = inner(lit)
-        with pytest.raises(IncompatibleError) as caught:
-            make_trainer(LIGHTNING, only(**settings), **how).fit(lit, loader())
-        assert message in str(caught.value)
-        assert inner(lit) == before
-
     @pytest.mark.parametrize(
         ("strategy", "advice"),
         [

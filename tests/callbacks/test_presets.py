@@ -243,24 +243,9 @@ class SeededEpochs(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
 
 
 GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
-MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
 
 
 BOUND = OptimizerInBackward(clip_norm=0.01)
-OVERRIDDEN = r"(?s)`Lit\.optimizer_step` is overridden.*or set `optimizer_in_backward=None`"
-
-
-def leave_out(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-    closure() if batch_idx == 0 else optimizer.step(closure=closure)
-
-
-def two_passes(self: Any, loss: torch.Tensor) -> None:
-    loss.backward()
-    self.model(torch.ones(4, 64)).backward()
-
-
-def lbfgs(self: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(self.parameters())
 
 
 class TestOptimizerInBackward:
@@ -351,35 +336,6 @@ class TestOptimizerInBackward:
         callback = only("auto", optimizer_in_backward=True)
         with pytest.raises(RuntimeError, match="has updated parameters already"):
             fit(_fail_once(make_lit(), in_backward=True), callback)
-
-    @pytest.mark.parametrize(
-        ("methods", "settings", "clip", "message"),
-        [
-            ({"automatic_optimization": False}, {}, None, "which of its backward passes completes"),
-            ({"backward": two_passes}, {}, None, r"a second backward pass in `Lit\.backward`"),
-            ({"configure_optimizers": lbfgs}, {}, None, "LBFGS"),
-            ({}, {"optimizer_in_backward": BOUND}, 1.0, "or pass `clip_norm=1.0` here too"),
-            ({"optimizer_step": leave_out}, {}, None, OVERRIDDEN),
-            ({"optimizer_step": leave_out}, {"micro_batch_size": 2}, None, OVERRIDDEN),
-        ],
-    )
-    def test_what_does_not_go_with_it_is_refused(self, package, methods, settings, clip, message):
-        lit = make_lit(package, **methods)
-        callback = only(**({"optimizer_in_backward": True} | settings))
-        with pytest.raises(IncompatibleError, match=message) as caught:
-            make_trainer(package, callback, gradient_clip_val=clip).fit(lit)
-        assert "handle" not in str(caught.value) or message != OVERRIDDEN
-        assert "configure_optimizers" not in vars(lit)
-
-    @pytest.mark.parametrize("hook", [*GRADIENT_HOOKS, *MODULE_HOOKS])
-    def test_hooks_that_would_find_no_gradients_are_refused(self, package, hook):
-        lit, steps = make_lit(package), []
-        lit.training_step = lambda *_: steps.append(1)
-        setattr(type(lit), hook, lambda *_: None)
-        message = rf"`Lit\.{hook}`.*or set `optimizer_in_backward=None`"
-        with pytest.raises(IncompatibleError, match=message):
-            make_trainer(package, only(optimizer_in_backward=True)).fit(lit)
-        assert not steps
 
     @pytest.mark.parametrize("hook", GRADIENT_HOOKS)
     def test_hooks_of_callbacks_are_refused(self, package, hook):
