@@ -54,10 +54,12 @@ def loader_of(batches: Any) -> DataLoader[Any]:
     return DataLoader(batches, batch_size=None)
 
 
-def make_lit(package: Any = lightning.pytorch, model: Any = "dropout", **methods: Any) -> Any:
+def make_lit(
+    package: Any = lightning.pytorch, model: Any = "dropout", *mixins: type, **methods: Any
+) -> Any:
     """A LightningModule such as any project has, or with other methods; no reference to us."""
 
-    class Lit(package.LightningModule):  # type: ignore[misc]
+    class Lit(*mixins, package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = make_model(model) if isinstance(model, str) else model
