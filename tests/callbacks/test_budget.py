@@ -363,16 +363,6 @@ def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
             assert resumed.plan.plan.device_bytes <= budget
 
 
-def test_a_second_fit_plans_again_and_leaves_nothing_behind(plain):
-    lit = encoder()
-    callback = bitwise(plain[2] // 2)
-    before = snapshot(lit)
-    for _ in range(2):
-        make_trainer(pl, callback).fit(lit)
-        assert callback.plan.frontier
-    assert snapshot(lit).keys() == before.keys()
-
-
 def test_evaluation_needs_no_plan():
     callback = MemSaveCallback(budget="1GiB")
     make_trainer(pl, callback).validate(encoder(), verbose=False)

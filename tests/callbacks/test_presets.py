@@ -16,7 +16,7 @@ from lightning_memsave import MemSaveCallback, Offloading
 from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
-from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import PRESETS, values_of
 from lightning_memsave.trainer.precision import half_precision_on_cpu
@@ -268,15 +268,10 @@ class TestOptimizerInBackward:
         assert_same(fit(lit, **how), fit(lit, callback, **how))
         assert rows_of(callback)["optimizer_in_backward"].status == "on"
 
-    def test_a_gradient_scaler_of_the_trainer_is_refused_or_yielded_to(self, package):
+    def test_a_gradient_scaler_of_the_trainer_is_refused(self, package):
         how = {"package": package, "plugins": [half_precision_on_cpu(package)]}
         with pytest.raises(IncompatibleError, match=r'Use `precision="bf16-mixed"`, or set'):
             fit(make_lit(package), only(optimizer_in_backward=True), **how)
-        how["plugins"] = [half_precision_on_cpu(package)]
-        fit(make_lit(package), callback := quiet(preset="bitwise"), **how)
-        row = rows_of(callback)["optimizer_in_backward"]
-        assert row.status == "off"
-        assert "parameters are updated already" in row.details[0]
 
     def test_a_gradient_scaler_of_the_callback_is_refused_before_training(self, monkeypatch):
         """Lightning has none on a CPU: the plugin gets its scaler while settings are applied."""
@@ -305,37 +300,17 @@ class TestOptimizerInBackward:
         with pytest.raises(IncompatibleError, match=r"`model` is compiled as a whole"):
             make_trainer(package, only(optimizer_in_backward=True)).fit(wrapped)
 
-    @pytest.mark.parametrize("checkpointing", [None, "all"])
-    def test_with_micro_batches(self, package, checkpointing):
-        lit = make_lit(package)
-        shared = {"micro_batch_size": 3, "activation_checkpointing": checkpointing}
-        plain = fit(lit, only(**shared), package=package)
-        assert_same(plain, fit(lit, only(**shared, optimizer_in_backward=True), package=package))
-
-    def test_no_gradient_is_left_after_backward(self):
-        seen: list[bool] = []
-        look = callback_with(
-            on_train_batch_end=lambda self, trainer, pl_module, *_: seen.append(
-                any(p.grad is not None for p in pl_module.parameters())
-            )
-        )
-        fit(make_lit(), only(optimizer_in_backward=True, accumulate_grad_batches=2), look)
-        assert seen == [True, False, True, False, True, False]
-
     def test_a_batch_is_repeated_while_nothing_is_updated(self):
-        lit = make_lit()
-        plain = fit(lit, only(micro_batch_size=2))
-        failing = _fail_once(lit, in_backward=False)
+        def training_step(self, batch, batch_idx):
+            if len(batch) == 4 and torch.is_grad_enabled():  # not in the proof
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            return self.model(batch)
+
+        lit = make_lit(training_step=training_step)
         callback = only(micro_batch_size="auto", optimizer_in_backward=True)
         with pytest.warns(UserWarning, match="repeated with 2"):
-            losses, state, _ = fit(failing, callback)
-        assert losses == plain[0]
-        assert all(torch.equal(state[k], plain[1][k.replace(".inner", "")]) for k in state)
-
-    def test_a_batch_is_not_repeated_after_an_update(self):
-        callback = only("auto", optimizer_in_backward=True)
-        with pytest.raises(RuntimeError, match="has updated parameters already"):
-            fit(_fail_once(make_lit(), in_backward=True), callback)
+            found = fit(lit, callback)
+        assert_same(found, fit(lit, only(micro_batch_size=2)))
 
     @pytest.mark.parametrize("hook", GRADIENT_HOOKS)
     def test_hooks_of_callbacks_are_refused(self, package, hook):
@@ -420,39 +395,6 @@ class TestOptimizerInBackward:
         assert_same(fit(lit, package=package), ours)
 
 
-def _fail_once(lit: Any, *, in_backward: bool) -> Any:
-    """Run out of memory in the first batch, in the first layer: forward begins with it."""
-    lit = copy.deepcopy(lit)
-
-    class Exhausts(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, is_whole: bool) -> torch.Tensor:
-            ctx.is_whole = is_whole
-            if is_whole and not in_backward:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            if ctx.is_whole:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
-            return grad, None
-
-    first = lit.model.blocks[0]
-
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = first.norm
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_() if in_backward else x
-            return self.inner(Exhausts.apply(x, self.training and len(x) == 4))
-
-    first.norm = Failing()
-    return lit
-
-
 class TestLowPrecisionWeights:
     def test_brings_autocast_and_leaves_float32(self, package):
         lit, callback = make_lit(package), only(precision="auto", low_precision_weights="kahan")
@@ -476,8 +418,6 @@ class TestLowPrecisionWeights:
             assert set(dtypes) == {expected}
 
     def test_other_precisions_are_refused(self):
-        with pytest.raises(ConfigurationError, match="precision='bf16-mixed'"):
-            MemSaveCallback(low_precision_weights="kahan", precision="16-mixed")
         with pytest.raises(IncompatibleError, match=r"computes in 32-true.*bf16-mixed"):
             fit(make_lit(), only(low_precision_weights="kahan"))
         ours = fit(make_lit(), only(low_precision_weights="kahan"), precision="bf16-mixed")
