@@ -13,13 +13,7 @@ from torch import nn, optim
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
-from tests.callbacks.lit import (
-    callback_with,
-    fit,
-    make_lit,
-    make_trainer,
-    rows_of,
-)
+from tests.callbacks.lit import callback_with, fit, make_lit, make_trainer, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 

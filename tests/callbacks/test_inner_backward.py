@@ -8,15 +8,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_memsave.errors import IncompatibleError
-from tests.callbacks.lit import (
-    WithLoss,
-    assert_same,
-    fit,
-    make_lit,
-    model_step,
-    only,
-    rows_of,
-)
+from tests.callbacks.lit import WithLoss, assert_same, fit, make_lit, model_step, only, rows_of
 from tests.cases import WIDTH
 
 pytestmark = pytest.mark.usefixtures("no_prediction")

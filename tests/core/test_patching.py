@@ -3,12 +3,7 @@ import pickle
 
 import pytest
 
-from lightning_memsave.core.patching import (
-    is_patched_with,
-    patch_method,
-    previous_method,
-    unpatch,
-)
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method, unpatch
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
 

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import Perplexity
 
-from lightning_memsave.modules.steps import (
-    LossPerplexity,
-    WeightedMean,
-    accuracy,
-    num_targets,
-)
+from lightning_memsave.modules.steps import LossPerplexity, WeightedMean, accuracy, num_targets
 from tests.callbacks.lit import PACKAGES, make_trainer, without_dropout
 from tests.modules.tiny import CONFIGS, ONLY_CHECKPOINTING, VOCAB, loader, make_lit
 
