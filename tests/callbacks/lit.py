@@ -226,6 +226,16 @@ def gradients_of(
     return seen, result
 
 
+def scaling(package: Any) -> Any:
+    """A plugin whose gradient scaler works in float64, which nothing casts."""
+
+    class Scaled(package.plugins.MixedPrecision):  # type: ignore[misc]
+        def forward_context(self):
+            return torch.autocast("cpu", enabled=False)
+
+    return Scaled("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
 def rows_of(callback: Any) -> dict[str, Any]:
     return {row.name: row for row in callback.rows}
 

@@ -1,7 +1,6 @@
 """What `MemSaveCallback` does in a Trainer, alone and beside what else users have there."""
 
 import contextlib
-import copy
 import gc
 import importlib.metadata
 import importlib.util
@@ -31,7 +30,7 @@ from tests.callbacks.lit import (
     assert_same,
     callback_with,
     fit,
-    loader,
+    late,
     make_lit,
     make_trainer,
     no_step,
@@ -378,31 +377,9 @@ class TestBesideOthers:
         assert status(callback, "optimizer") == "on"
 
     def test_a_module_built_in_configure_model(self, package):
-        lit = make_lit(package)
-        model, lit.model = lit.model, None
-
-        def configure_model(self):
-            if self.model is None:
-                self.model = copy.deepcopy(model)
-
-        type(lit).configure_model = configure_model
-        callback = exact()
-        assert_same(fit(lit, package=package), fit(lit, callback, package=package))
+        plain, callback = fit(late(make_lit(package)), package=package), exact()
+        assert_same(plain, fit(late(make_lit(package)), callback, package=package))
         assert status(callback, "activation_checkpointing") == "on"
-
-    def test_deepcopy_of_the_module_while_training_is_independent(self):
-        copies: list[nn.Module] = []
-        copying = callback_with(
-            on_train_batch_start=lambda self, trainer, pl_module, *_: copies.append(
-                copy.deepcopy(pl_module.model)
-            )
-        )
-        _, state, _ = fit(make_lit(), exact(), copying)
-        trained = [v for k, v in state.items() if k.startswith("model")]
-        twin = copies[0]
-        assert not all(map(torch.equal, twin.state_dict().values(), trained))
-        twin.train()(next(iter(loader()))).backward()
-        assert all(p.grad is not None for p in twin.parameters())
 
 
 @pytest.mark.gpu

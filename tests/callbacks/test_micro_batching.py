@@ -42,6 +42,7 @@ from tests.callbacks.lit import (
     no_step,
     only,
     rows_of,
+    scaling,
     without_dropout,
 )
 from tests.cases import MODELS
@@ -147,13 +148,9 @@ class TestSameGradients:
     def test_clipping_and_scaler(self, package):
         """Unscaled and clipped once, after the last part."""
 
-        class Scaled(package.plugins.MixedPrecision):  # type: ignore[name-defined, misc]
-            def forward_context(self):
-                return torch.autocast("cpu", enabled=False)  # float64 stays, the scaler works
-
         found = []
         for callbacks in ([], [only(5)]):
-            plugin = Scaled("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+            plugin = scaling(package)
             how = {"package": package, "plugins": [plugin], "gradient_clip_val": 0.01}
             found.append(gradients("samples", *callbacks, **how)[0])
             assert plugin.scaler.get_scale() == 2.0**10

@@ -489,19 +489,6 @@ class TestRemedies:
         assert "What would have helped:" in TEXT.read_text()
         assert "The step that ran out of memory" in Path("memsave_oom.html").read_text()
 
-    @pytest.mark.usefixtures("any_saving_counts")
-    def test_starts_from_what_is_on_already(self, package):
-        everything_but_size = quiet(micro_batch_size=None)
-        remedies = self.fit(package, everything_but_size)["sections"]["What would have helped"]
-        offered = " ".join(remedies)
-        assert "activation_checkpointing" not in offered
-        # What is typed does what is printed: all that was given is there.
-        lines = [text for text in remedies if text != "unchanged"]
-        assert all("predict=False" in text and "report=False" in text for text in lines)
-        # Unless it is what helps: then it is what a callback does anyhow, and is not written.
-        assert any("micro_batch_size=None" in text for text in lines)
-        assert "optimizer=" not in offered
-
     def test_a_model_that_cannot_be_predicted_is_said(self, package):
         _, found = fail(package, OOMObserver(predict=60.0), at=3)
         assert found["sections"] == {}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.techniques.registry import values_of
 from lightning_memsave.trainer.precision import half_precision_on_cpu
-from tests.callbacks.lit import WithLoss, late, loader, make_lit, make_trainer, rows_of
+from tests.awkward_projects import TwoOptimizers
+from tests.callbacks.lit import WithLoss, late, make_lit, make_trainer, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
 
@@ -41,32 +42,11 @@ def lit_with(**methods: Any) -> Callable[[], Any]:
     return functools.partial(make_lit, **methods)
 
 
-class Gan(pl.LightningModule):
-    """Two optimizers, stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-        self.discriminator = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def training_step(self, batch: Tensor) -> None:
-        optimizers: Any = self.optimizers()
-        for_generator, for_discriminator = optimizers
-        made = self.generator(torch.randn_like(batch))
-        for optimizer, inputs in ((for_discriminator, made.detach()), (for_generator, made)):
-            self.toggle_optimizer(optimizer)
-            self.manual_backward((self.discriminator(batch) - self.discriminator(inputs)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        parts = self.generator, self.discriminator
-        return [torch.optim.Adam(part.parameters(), lr=1e-4) for part in parts]
-
-    def train_dataloader(self) -> Any:
-        return loader()
+def two_optimizers() -> Any:
+    """Stepped by hand, as in a GAN."""
+    lit: Any = TwoOptimizers()
+    lit.train_dataloader = lambda: lit.loader(1)
+    return lit
 
 
 def log_gradients(self: Any, *_: Any) -> None:
@@ -162,9 +142,8 @@ BY_HAND = "automatic_optimization=False"
 PROJECTS = {
     "plain": Project(make_lit),
     "gan": Project(
-        Gan,
+        two_optimizers,
         {
-            CHECKPOINTING: "no repeated block",
             UPDATES: BY_HAND,
             "micro_batch_size": BY_HAND,
             "early_release": BY_HAND,

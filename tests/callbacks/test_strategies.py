@@ -94,7 +94,10 @@ def batches(sizes: tuple[int, ...], rank: int | None = None) -> list[Tensor]:
 
 
 def make(
-    model_class: type[nn.Module] = Model, *, mode: OutOfMemoryAt | None = None, **methods: Any
+    model_class: Callable[[], nn.Module] = Model,
+    *,
+    mode: OutOfMemoryAt | None = None,
+    **methods: Any,
 ) -> Any:
     """A module whose ranks have batches of other lengths; memory runs out where ``mode`` says."""
     torch.manual_seed(1)
