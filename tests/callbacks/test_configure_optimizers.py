@@ -240,7 +240,6 @@ def test_second_fit_starts_over_as_the_first():
     assert module.classes[-1] is optim.AdamW
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_is_overridden_answers_as_before(package):
     helpers = importlib.import_module(f"{package.__name__}.utilities.model_helpers")
 
@@ -326,7 +325,6 @@ class TestResume:
         assert len(resumed.losses) == 4
         return straight, resumed
 
-    @pytest.mark.parametrize("package", PACKAGES)
     @pytest.mark.parametrize("form", ["sequential", "one cycle momentum"])
     def test_8bit_to_8bit_is_bit_identical(self, tmp_path, form, package):
         straight, resumed = self.run(tmp_path / "x.ckpt", 8, 8, FORMS[form], package)
@@ -356,7 +354,6 @@ class TestResume:
         assert {betas for _, betas in resumed.trace} == {(0.8, 0.9)}
 
     @pytest.mark.parametrize("bits", [8, 32])
-    @pytest.mark.parametrize("package", PACKAGES)
     def test_states_that_are_none_are_refused_in_words(self, tmp_path, package, bits):
         """Each kind of them in `tests/techniques/test_optimizer_state.py`."""
         path = tmp_path / "x.ckpt"
@@ -443,7 +440,6 @@ class TestForms:
         assert not schedule.use_beta1
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_a_backbone_unfrozen_later_gets_8bit_state(package):
     """Lightning's BackboneFinetuning: `add_param_group` after the first epoch."""
 

@@ -21,7 +21,7 @@ from lightning_memsave.callbacks.settings import micro_batch_size
 from lightning_memsave.errors import MemoryExhaustedError
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 from tests.callbacks.lit import callback_with, loader_of, only, peak_of, rows_of
-from tests.callbacks.ranks import Notes, Report, make_report, rank_of_this_process
+from tests.callbacks.ranks import Notes, rank_of_this_process
 from tests.callbacks.test_strategies import SGD, SIZES, assert_near, make, raised_by, row, train
 from tests.cases import WIDTH, BatchNormModel, Model
 from tests.out_of_memory import MESSAGE
@@ -189,11 +189,6 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
 
 
 pytestmark = [pytest.mark.usefixtures("no_prediction", "any_saving_counts"), pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)

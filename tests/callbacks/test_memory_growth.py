@@ -197,7 +197,6 @@ def test_says_where_to_look_if_no_attribute_leads_to_it(
 
 
 @ON_BOTH
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_names_a_callback_and_a_logger(accelerator: str, package: Any, said: Any) -> None:
     def collect(self, *args):
         self.seen["train"].append(args[3].repeat(4, 1))  # the batch

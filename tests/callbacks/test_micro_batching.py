@@ -170,18 +170,12 @@ class TestSameGradients:
             torch.testing.assert_close(saving[1][name], value, rtol=1e-8, atol=1e-10)
 
 
-WHOLE_BATCHES = ("auto", 4, 1000)  # what the size can be where batches stay whole
-
-
 class TestOnePart:
-    @pytest.mark.parametrize(
-        ("name", "size"),
-        [
-            pytest.param(name, size, marks=() if turn % 3 == number else pytest.mark.exhaustive)
-            for turn, name in enumerate(MODELS)
-            for number, size in enumerate(WHOLE_BATCHES)
-        ],
-    )
+    """Sizes with which batches stay whole."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("size", ["auto", 4, 1000])
+    @pytest.mark.turns(3)
     @pytest.mark.filterwarnings(BATCH_NORM)
     def test_is_bit_identical(self, name, size):
         lit = make_lit(model=name)

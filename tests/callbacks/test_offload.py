@@ -226,7 +226,7 @@ class TestCheckpoints:
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
     @pytest.mark.parametrize(
         ("begins_with", "resumes_with"),
-        [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.exhaustive)],
+        [(True, False), (False, True)],
     )
     def test_are_those_of_a_plain_run(self, tmp_path, begins_with, resumes_with):
         lit = make_lit()
@@ -339,9 +339,7 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("what", "model"),
         [
-            pytest.param("parameters", "transformer", marks=pytest.mark.exhaustive),
             ("parameters", "frozen"),
-            pytest.param("activations", "transformer", marks=pytest.mark.exhaustive),
             (True, "transformer"),
             ("parameters+embeddings", "classifier"),
         ],

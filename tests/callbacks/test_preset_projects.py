@@ -222,17 +222,10 @@ PROJECTS = {
 }
 
 
-# In `make test` every other preset for each.
 @pytest.mark.filterwarnings("ignore")  # of Lightning and torch, each project has its own
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        pytest.param(*(name, preset), marks=() if (turn + number) % 2 else pytest.mark.exhaustive)
-        for turn, name in enumerate(PROJECTS)
-        for number, preset in enumerate(PRESETS)
-    ],
-)
-@pytest.mark.turns(2)
+@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.turns(4)
 def test_no_project_is_refused(name, preset):
     project = PROJECTS[name]
     callback = MemSaveCallback(preset=preset)

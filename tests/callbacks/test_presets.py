@@ -71,19 +71,11 @@ class TestPresets:
         assert rows["attention"].status == "off"  # no model of Hugging Face, and no warning of it
         assert all(tensor.dtype != torch.bfloat16 for tensor in state.values())
 
-    # The presets as published, on every awkward model: in `make test` each with one of them.
+    # The presets as published, on every awkward model.
     @pytest.mark.filterwarnings("ignore::lightning_memsave.errors.NoEffectWarning")
-    @pytest.mark.parametrize(
-        ("name", "preset"),
-        [
-            pytest.param(
-                *(name, preset),
-                marks=() if turn % len(PRESETS) == number else pytest.mark.exhaustive,
-            )
-            for turn, name in enumerate(MODELS)
-            for number, preset in enumerate(PRESETS)
-        ],
-    )
+    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("preset", PRESETS)
+    @pytest.mark.turns(4)
     def test_trains_as_exactly_as_declared(self, name, preset):
         callback = MemSaveCallback(preset=preset, predict=False)
         plain = plain_fit(name)
@@ -452,14 +444,9 @@ def test_several_processes_are_refused(strategy, settings, kind, message):
 
 
 class TestPrediction:
-    @pytest.mark.parametrize(
-        ("model", "preset"),
-        [
-            pytest.param(*(model, preset), marks=() if (m + s) % 2 else pytest.mark.exhaustive)
-            for m, model in enumerate(("classifier", "eager_bert"))
-            for s, preset in enumerate(PRESETS)
-        ],
-    )
+    @pytest.mark.parametrize("model", ["classifier", "eager_bert"])
+    @pytest.mark.parametrize("preset", PRESETS)
+    @pytest.mark.turns(2)
     def test_predicted_is_measured(self, preset, model):
         callback = MemSaveCallback(preset=preset, predict=20.0)
         trainer = make_trainer(LIGHTNING, callback, max_epochs=1)

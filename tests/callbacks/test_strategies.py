@@ -36,7 +36,7 @@ from tests.callbacks.lit import (
     rows_of,
     without_dropout,
 )
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
+from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 from tests.cases import WIDTH, BatchNormModel, Model
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
@@ -238,19 +238,16 @@ def run_out(name: str, window: int, place: str, batch: int, rank: int) -> Notes:
 
 
 PLACES = {
-    f"{name} {window} {place} {batch} {rank}": (name, window, place, batch, rank)
-    for name, window, batch, rank in (
-        ("plain", 1, 0, 1),
-        ("plain", 3, 1, 1),
-        ("plain", 3, 2, 0),
-        ("batch_norm", 1, 1, 1),
-        ("batch_norm", 3, 0, 1),  # where DDP shares buffers and no gradients
-        ("batch_norm", 3, 1, 1),
-        ("batch_norm", 3, 3, 0),
-        ("one_rank", 3, 1, 1),
+    " ".join(map(str, place)): place
+    for place in (
+        ("plain", 1, "forward", 0, 1),
+        ("plain", 3, "backward", 2, 0),
+        ("batch_norm", 3, "forward", 0, 1),  # where DDP shares buffers and no gradients
+        ("batch_norm", 3, "backward", 3, 0),
+        ("one_rank", 3, "backward", 1, 1),
     )
-    for place in ("forward", "backward")
 }
+"""Model, window, place, batch and rank."""
 
 
 def num_tries(key: str) -> list[int]:
@@ -258,10 +255,6 @@ def num_tries(key: str) -> list[int]:
     name, _, _, batch, _ = PLACES[key]
     sizes = EVEN_SIZES if DDP_MODELS[name][0] is BatchNormModel else SIZES
     return [batch + 1 + sum(-(-n // 2) for n in of_rank[batch:]) for of_rank in sizes]
-
-
-# One of each model and window, forward or backward: in `make test` these alone.
-OFTEN = [key for number, key in enumerate(PLACES) if number in (0, 5, 8, 13, 15)]
 
 
 def run_against_plain() -> Notes:
@@ -514,7 +507,7 @@ def run_fsdp1() -> Notes:
 SCENARIOS: dict[str, Callable[[], Notes]] = {
     **{f"fixed_{name}": functools.partial(fixed, name) for name in DDP_MODELS if name in FIXED},
     **{f"whole_{name}": functools.partial(whole, name) for name in DDP_MODELS},
-    "places": lambda: {key: run_out(*PLACES[key]) for key in OFTEN},
+    "places": lambda: {key: run_out(*place) for key, place in PLACES.items()},
     "against_plain": run_against_plain,
     "exhausted": run_exhausted,
     "sparse": run_sparse,
@@ -533,20 +526,10 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
     "fsdp2_refused": run_fsdp2_refused,
     "fsdp1": run_fsdp1,
 }
-MORE_SCENARIOS: dict[str, Callable[[], Notes]] = {
-    "other_places": lambda: {key: run_out(*PLACES[key]) for key in PLACES if key not in OFTEN}
-}
-
-
 # --- what pytest compares ---
 
 
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 def assert_near(values: list[float], truth: Any) -> None:
@@ -582,13 +565,10 @@ class TestDDP:
         for notes in report(f"whole_{name}"):
             assert notes[f"ours {window}"] == notes[f"plain {window}"]
 
-    @pytest.mark.parametrize(
-        "key", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.exhaustive) for k in PLACES]
-    )
+    @pytest.mark.parametrize("key", PLACES)
     def test_out_of_memory_on_one_rank(self, report, key):
         """Both go on as if they had begun this batch with the smaller size, bit for bit."""
-        scenario = "places" if key in OFTEN else "other_places"
-        first, second = (notes[key] for notes in report(scenario))
+        first, second = (notes[key] for notes in report("places"))
         for rank, notes in enumerate((first, second)):
             assert notes["size"] == 2
             assert notes["ours"] == notes["smaller"]

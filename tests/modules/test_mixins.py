@@ -21,7 +21,7 @@ from lightning_memsave import (
 from lightning_memsave.modules.lightning_pytorch import CheckpointedTransformer
 from lightning_memsave.modules.mixins import everything_off
 from lightning_memsave.techniques.registry import with_preset
-from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer
+from tests.callbacks.lit import assert_same, fit, loader, make_lit, make_trainer
 from tests.callbacks.test_memory_monitor import loggers
 from tests.cases import make_model
 from tests.modules.tiny import CONFIGS
@@ -39,7 +39,6 @@ def ours(trainer: Any) -> list[Any]:
     return [c for c in trainer.callbacks if isinstance(c, MemSaveCallback | GPUMemoryMonitor)]
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_checkpointing_gives_the_same_training_bit_for_bit(package):
     plain = fit(make(package=package), package=package)
     saving = fit(make(ActivationCheckpointingMixin, package=package), package=package)
@@ -48,7 +47,6 @@ def test_checkpointing_gives_the_same_training_bit_for_bit(package):
     assert on_in(callback) == ["early_release", "activation_checkpointing"]
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_the_optimizer_is_8_bit_and_nothing_else_changes(package):
     _, _, trainer = fit(make(LowBitOptimizerMixin, package=package), package=package)
     states = trainer.optimizers[0].state.values()
@@ -57,7 +55,6 @@ def test_the_optimizer_is_8_bit_and_nothing_else_changes(package):
     assert on_in(callback) == ["early_release", "optimizer"]
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_memory_is_logged_by_a_monitor_alone(package, tmp_path):
     logger = loggers(package, tmp_path)[1]
     lit = make(MemoryLoggingMixin, package=package, log_memory_every_n_steps=2)
@@ -67,7 +64,6 @@ def test_memory_is_logged_by_a_monitor_alone(package, tmp_path):
     assert [step for step, _ in logger.monitored] == [1, 3, 5]  # counted from 0
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_several_mixins_come_together(package):
     lit = make(
         ActivationCheckpointingMixin,
@@ -254,7 +250,6 @@ def test_everything_off_changes_nothing():
 # --- wrong classes and attributes ---
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_a_mixin_behind_the_lightning_module_is_refused(package):
     with pytest.raises(
         ConfigurationError, match=r"class Lit\(ActivationCheckpointingMixin, LightningModule\)"

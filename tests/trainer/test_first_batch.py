@@ -30,11 +30,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.first_batch import before_strategy_setup, first_batch
-from tests.callbacks.lit import PACKAGES, Vectors, make_lit, make_trainer
+from tests.callbacks.lit import Vectors, make_lit, make_trainer
 from tests.cases import WIDTH
 from tests.helpers import seed_all
-
-packages = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 
 
 class Seen:
@@ -205,34 +203,26 @@ class Stream(IterableDataset[Tensor]):
 class LateCollator:
     """Makes its generator in the first batch, as collators of Hugging Face do."""
 
-    rng: np.random.Generator | None = None
+    def __init__(self, rng: np.random.Generator | None = None) -> None:
+        self.rng = rng
 
-    def __call__(self, samples: list[Tensor]) -> Tensor:
+    def collate(self, samples: list[Tensor]) -> Tensor:
         if self.rng is None:
             self.rng = np.random.default_rng(3)
         return torch.stack(samples) + float(self.rng.random())
 
+    __call__ = collate
 
-class Noise:
-    """Draws from a generator of its own, in a method, a closure or a partial."""
 
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(3)
+def behind_everything() -> Callable[[list[Tensor]], Tensor]:
+    """Draws from a generator behind a closure, a partial and a method."""
+    inner, late = functools.partial(LateCollator(np.random.default_rng(3)).collate), 0
 
-    def collate(self, samples: list[Tensor]) -> Tensor:
-        return torch.stack(samples) + float(self.rng.random())
+    def collate(samples: list[Tensor]) -> Tensor:
+        return inner(samples) if samples else torch.zeros(late)  # noqa: F821
 
-    def closure(self) -> Callable[[list[Tensor]], Tensor]:
-        noise, late = self, 0
-
-        def collate(samples: list[Tensor]) -> Tensor:
-            return noise.collate(samples) if samples else torch.zeros(late)  # noqa: F821
-
-        del late  # a closure may know of names without a value
-        return collate
-
-    def partial(self) -> Callable[[list[Tensor]], Tensor]:
-        return functools.partial(Noise.collate, self)
+    del late  # a closure may know of names without a value
+    return collate
 
 
 class LoaderOfUser:
@@ -283,9 +273,7 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "stream": lambda lit: DataLoader(Stream(), batch_size=5),
     "stream_in_workers": lambda lit: DataLoader(Stream(), batch_size=5, num_workers=2),
     "late_collator": lambda lit: shuffled(collate_fn=LateCollator()),
-    "method": lambda lit: shuffled(collate_fn=Noise().collate),
-    "closure": lambda lit: shuffled(collate_fn=Noise().closure()),
-    "partial": lambda lit: shuffled(collate_fn=Noise().partial()),
+    "behind_everything": lambda lit: shuffled(collate_fn=behind_everything()),
     "own_loader": lambda lit: LoaderOfUser(),
     "dict": lambda lit: {"a": shuffled(), "b": shuffled(Augmented(10))},
     "list": lambda lit: [shuffled(), shuffled(Augmented(10), num_workers=1)],
@@ -299,7 +287,6 @@ pytestmark = [
 ]
 
 
-@packages
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_is_unchanged(package, name):
     plain, looked = (train(package, LOADERS[name], looks) for looks in (False, True))
@@ -373,7 +360,6 @@ CASES: dict[str, dict[str, Any]] = {
 OF_SETUP = {"steps_in_setup", "steps_in_setup_workers"}
 
 
-@packages
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_unchanged_where(package, name):
@@ -386,7 +372,6 @@ def test_training_is_unchanged_where(package, name):
     assert is_shown == (name not in {"draws_before", "both_draw", "batch_size"} | OF_SETUP)
 
 
-@packages
 def test_batch_size_finder_finds_the_same(package):
     found = []
     for looks in (False, True):
@@ -396,7 +381,6 @@ def test_batch_size_finder_finds_the_same(package):
     assert found[0] == found[1]
 
 
-@packages
 @pytest.mark.parametrize("is_mid_epoch", [False, True])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 @pytest.mark.filterwarnings("ignore:.*`weights_only`:FutureWarning")
@@ -492,7 +476,6 @@ ONE_SHOT: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@packages
 @pytest.mark.parametrize("name", ONE_SHOT)
 def test_refuses_what_a_look_would_take_from_training(package, name):
     make_loader, why = ONE_SHOT[name]
@@ -532,7 +515,6 @@ class WithFile(Dataset[Tensor]):
     load_state_dict = state_dict
 
 
-@packages
 def test_files_that_are_read_by_position_are_no_obstacle(package, tmp_path):
     path = tmp_path / "data"
     path.write_bytes(bytes(range(24)))
@@ -546,7 +528,6 @@ def test_files_that_are_read_by_position_are_no_obstacle(package, tmp_path):
         dataset.file.close()
 
 
-@packages
 @pytest.mark.filterwarnings("ignore:.*returned 0 length")
 @pytest.mark.filterwarnings("ignore:Total length of .* is zero")
 @pytest.mark.parametrize("name", ["empty", "no_batches", "empty_stream"])
@@ -562,7 +543,6 @@ def test_without_batches_there_is_none(package, name):
     assert_unchanged(plain, looked)
 
 
-@packages
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 @pytest.mark.parametrize("name", ["datamodule", "loader", "loaders"])
 def test_training_is_unchanged_with_data_given_to_fit(package, name):
@@ -586,7 +566,6 @@ def test_training_is_unchanged_with_data_given_to_fit(package, name):
     assert len(calls) == (2 if name == "datamodule" else 0)
 
 
-@packages
 def test_no_iterator_or_thread_is_left(package):
     alive: list[Any] = []
     threads = set(threading.enumerate())
@@ -617,7 +596,6 @@ def test_no_iterator_or_thread_is_left(package):
     assert reference() is None
 
 
-@packages
 def test_function_runs_once_after_setup_and_before_optimizers(package):
     order: list[str] = []
 
@@ -665,7 +643,6 @@ def test_function_runs_once_after_setup_and_before_optimizers(package):
     assert order == [*begin, "weights", *end]
 
 
-@packages
 def test_undo_before_it_ran_leaves_nothing(package):
     trainer = make_trainer(package)
     before = dict(vars(trainer.strategy))
@@ -679,7 +656,6 @@ def test_undo_before_it_ran_leaves_nothing(package):
     assert called == []
 
 
-@packages
 def test_an_error_ends_the_fit_as_one_of_setup(package):
     seen = Seen(package, True, look=lambda trainer: first_batch(trainer) and 1 / 0)
     caught: list[BaseException] = []
@@ -697,7 +673,6 @@ def test_an_error_ends_the_fit_as_one_of_setup(package):
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
 
 
-@packages
 def test_an_error_of_the_data_is_raised_and_workers_end(package):
     class Broken(Vectors):
         def __getitem__(self, index):
@@ -711,7 +686,6 @@ def test_an_error_of_the_data_is_raised_and_workers_end(package):
     assert [worker for worker in psutil.Process().children() if worker not in before] == []
 
 
-@packages
 def test_warnings_of_lightning_come_once(package):
     counts = []
     for looks in (False, True):

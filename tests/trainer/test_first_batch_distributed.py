@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
 from lightning_memsave.trainer.first_batch import before_strategy_setup, first_batch
 from tests.callbacks.lit import Vectors, make_lit, make_trainer
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
+from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 from tests.helpers import seed_all
 
 
@@ -136,11 +136,6 @@ SCENARIOS = {
         ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 @pytest.mark.slow
