@@ -869,6 +869,18 @@ class TestFunctionsOfTheUsers:
         with pytest.raises(IncompatibleError, match=match):
             train(each.make_model(), [each.make_batch()], each.loss_of, only(3, loss_weight=given))
 
+    def test_loss_weight_by_name(self, caplog):
+        """A sample may have no label at all; the weight is said once, and in the table."""
+        batch = labelled()
+        batch["labels"][0] = -100
+        shifted = TOKEN_KINDS["shifted"][0]
+        with caplog.at_level("INFO", logger="lightning.pytorch.memsave"):
+            for loss_of, weight in ((shifted, "tokens_shifted"), (masked, "auto")):
+                callback = only(1, loss_weight=weight)
+                assert_proven([batch, batch], Tokens(), loss_of, callback, "labels")
+        said = [r.message for r in caplog.records if r.message.startswith("micro_batch_size=")]
+        assert ["labels" in message for message in said] == [True, True]
+
     def test_split_batch_and_loss_weight(self):
         """Of batches that have no number of samples, weighted by anything."""
 

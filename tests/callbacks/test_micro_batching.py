@@ -46,7 +46,6 @@ from tests.callbacks.lit import (
     without_dropout,
 )
 from tests.cases import MODELS
-from tests.helpers import in_pairs
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
@@ -59,32 +58,8 @@ def row(callback: MemSaveCallback) -> Any:
     return rows_of(callback)["micro_batch_size"]
 
 
-def gradients(name: str, *callbacks: Any, loss_of: Any = None, **settings: Any) -> Any:
-    make_model, make_batches, own_loss, _ = LOSSES[name]
-    loss_of, batches = loss_of or own_loss, make_batches()
-    return gradients_of(make_model(), batches, loss_of, *callbacks, logs=True, **settings)
-
-
-def assert_close(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
-    assert len(ours) == len(theirs) > 0
-    for mine, truth in zip(ours, theirs, strict=True):
-        scale = torch.cat([t.flatten() for t in truth]).norm()
-        for a, b in zip(mine, truth, strict=True):
-            assert (a - b).norm() <= 1e-12 * scale
-
-
 def vectors_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (model(batch["x"]) - batch["y"]).square().mean()
-
-
-def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["input_ids"])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
-def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["input_ids"])[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def vector_batches() -> list[Any]:
@@ -93,58 +68,12 @@ def vector_batches() -> list[Any]:
     return [{"x": torch.randn(n, 5).double(), "y": torch.randn(n, 3).double()} for n in shapes]
 
 
-def token_batches() -> list[Any]:
-    torch.manual_seed(0)
-    batches = []
-    for n in (12, 12, 12, 7):
-        tokens = torch.randint(11, (n, 6))
-        labels = tokens.clone()
-        labels[torch.rand(n, 6) < torch.linspace(0.1, 0.9, n)[:, None]] = -100  # uneven rows
-        labels[0] = -100  # a sample, so with size 1 a part, without any
-        batches.append({"input_ids": tokens, "labels": labels})
-    return batches
-
-
 def make_vectors_model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def make_tokens_model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
-
-
-LOSSES: dict[str, tuple[Any, Any, Any, str]] = {
-    "samples": (make_vectors_model, vector_batches, vectors_loss, "auto"),
-    "tokens": (make_tokens_model, token_batches, masked_loss, "auto"),
-    "tokens_shifted": (make_tokens_model, token_batches, causal_loss, "tokens_shifted"),
-}
-
-
 class TestSameGradients:
-    @pytest.mark.parametrize(
-        ("name", "size", "window"), in_pairs([*LOSSES], [1, 5, 6, 100], [1, 3])
-    )
-    def test_as_the_whole_batch(self, package, name, size, window):
-        settings = {"package": package, "accumulate_grad_batches": window}
-        theirs, plain = gradients(name, **settings)
-        ours, saving = gradients(name, only(size, loss_weight=LOSSES[name][3]), **settings)
-        assert_close(ours, theirs)
-        assert saving[2].global_step == plain[2].global_step
-        for key, value in plain[2].callback_metrics.items():
-            assert saving[2].callback_metrics[key] == pytest.approx(value.item(), rel=1e-6)
-        assert saving[0] == pytest.approx(plain[0], rel=1e-12)
-
-    def test_weights_are_said_once_and_in_the_table(self, caplog):
-        with caplog.at_level("INFO", logger="lightning.pytorch.memsave"):
-            gradients("tokens", callback := only(3))
-        said = [r.message for r in caplog.records if r.message.startswith("micro_batch_size=3: on")]
-        weighted = "weighted by the entries of `labels` that are not -100, proven with 8 samples"
-        assert len(said) == 1
-        assert weighted in said[0]
-        assert weighted in row(callback).details[1]
-
     def test_clipping_and_scaler(self, package):
         """Unscaled and clipped once, after the last part."""
 
@@ -152,9 +81,12 @@ class TestSameGradients:
         for callbacks in ([], [only(5)]):
             plugin = scaling(package)
             how = {"package": package, "plugins": [plugin], "gradient_clip_val": 0.01}
-            found.append(gradients("samples", *callbacks, **how)[0])
+            model, batches = make_vectors_model(), vector_batches()
+            found.append(gradients_of(model, batches, vectors_loss, *callbacks, logs=True, **how))
             assert plugin.scaler.get_scale() == 2.0**10
-        assert_close(found[1], found[0])
+        (theirs, plain), (ours, saving) = found
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        assert saving[0] == pytest.approx(plain[0], rel=1e-12)
 
     def test_lbfgs_runs_its_closure_again_and_again(self, package):
         lit = make_lit(
@@ -686,13 +618,6 @@ class TestMemory:
         parts = self.peak(self.make(64, 1024), only(128))
         data = 1024 * 3 * 64 * 4
         assert parts - data < 0.35 * (plain - data)
-
-    def test_old_gradients_are_not_alive_beside_the_activations(self):
-        """With whole batches already; backward's own peak is what remains."""
-        lit = self.make(256, 128)
-        gradients = sum(p.nbytes for p in lit.parameters())
-        plain = self.peak(lit)
-        assert plain - self.peak(self.make(256, 128), only("auto")) > 0.5 * gradients
 
     def test_autocast_copies_of_weights_do_not_outlive_a_part(self):
         """What is alive when a part begins: weights, gradients, data, and nothing else."""

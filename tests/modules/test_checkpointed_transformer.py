@@ -22,7 +22,7 @@ from lightning_memsave import (
     MemSaveCallback,
 )
 from lightning_memsave.modules import lightning_pytorch
-from tests.callbacks.lit import PACKAGES, assert_same, make_trainer, without_dropout
+from tests.callbacks.lit import PACKAGES, assert_same, fit, make_trainer, without_dropout
 from tests.modules.tiny import (
     CONFIGS,
     ONLY_CHECKPOINTING,
@@ -30,7 +30,6 @@ from tests.modules.tiny import (
     VARIANTS,
     Regression,
     batch_of,
-    fit,
     loader,
     make_lit,
     predict,
@@ -260,6 +259,11 @@ def test_a_network_of_hugging_face_in_a_subclass_uses_our_steps():
         def __init__(self) -> None:
             super().__init__(task="masked_lm", memsave=ONLY_CHECKPOINTING)
             self.model = make_hugging_face("bert")
+
+        def train_dataloader(self) -> Any:
+            return loader("masked_lm")
+
+        val_dataloader = train_dataloader
 
     trainer = fit(Set())[2]
     assert {"train_loss", "val_perplexity", "val_accuracy"} <= trainer.callback_metrics.keys()
