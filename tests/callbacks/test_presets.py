@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback, Offloading
-from lightning_memsave.callbacks.settings.chunked_cross_entropy import ChunkedCrossEntropySetting
-from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -414,33 +412,6 @@ class TestLowPrecisionWeights:
             fit(make_lit(), only(low_precision_weights="kahan"))
         ours = fit(make_lit(), only(low_precision_weights="kahan"), precision="bf16-mixed")
         assert len(ours[0]) == 6
-
-
-KAHAN = {"low_precision_weights": "kahan", "precision": "auto"}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings", "kind", "message"),
-    [
-        ("ddp", {"optimizer_in_backward": True}, OptimizerInBackwardSetting, "shares gradients"),
-        ("fsdp", {"optimizer_in_backward": True}, OptimizerInBackwardSetting, "shares gradients"),
-        ("ddp", KAHAN, LowPrecisionWeightsSetting, "it fixes the type of gradients"),
-        ("fsdp", KAHAN, LowPrecisionWeightsSetting, "decides itself"),
-        ("fsdp", {"chunked_cross_entropy": True}, ChunkedCrossEntropySetting, "may have freed"),
-    ],
-)
-def test_several_processes_are_refused(strategy, settings, kind, message):
-    """Each process asks itself this before it trains; none has to be started for it."""
-    name = "`DDPStrategy` "
-    if strategy == "fsdp":
-        # The Trainer itself refuses FSDP without a GPU.
-        trainer, name = make_trainer(), "`FSDPStrategy` "
-        trainer.strategy.__class__ = LIGHTNING.strategies.FSDPStrategy
-    else:
-        trainer = make_trainer(strategy="ddp", devices=2)
-    problems = only(**settings)._settings.find(kind).check(trainer, make_lit())
-    expected = message if message.startswith("it ") else name + message
-    assert any(expected in problem.why for problem in problems)
 
 
 class TestPrediction:

@@ -22,8 +22,6 @@ from tests.callbacks.lit import (
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
-BF16 = torch.bfloat16
-
 
 def only(**settings: Any) -> MemSaveCallback:
     """Weights in bfloat16 and nothing else."""
