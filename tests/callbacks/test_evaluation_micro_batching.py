@@ -245,14 +245,6 @@ class Steps:
         lit.log("size", logits.square().mean())
 
     @staticmethod
-    def sum_as_mean(lit, batch):
-        lit.log("size", lit.model(batch["x"]).square().sum())
-
-    @staticmethod
-    def ranks(lit, batch):
-        return lit.model(batch["x"])[:, 0].softmax(0)
-
-    @staticmethod
     def square(lit, batch):
         first = lit.model(batch["x"])[:, 0]
         return {"scores": first @ first.T}
@@ -262,8 +254,6 @@ REFUSED = {
     "perplexity": "cannot be split",
     "contrastive": "cannot be split",
     "two_means": "cannot be split",
-    "sum_as_mean": "cannot be split",
-    "ranks": "depends on the others in its batch",
     "square": "depends on the others in its batch",
 }
 

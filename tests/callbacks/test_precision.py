@@ -73,13 +73,7 @@ def test_auto_leaves_what_the_trainer_was_given(package):
     assert "the plugin `MixedPrecision` decides it" in precision_row(callback).details[0]
 
 
-def test_a_refused_fit_and_an_evaluation_leave_the_precision(package):
-    settings = {"blocks": "NoSuchBlock", "preset": "off", "precision": "bf16-mixed"}
-    trainer = make_trainer(package, quiet("all", **settings))
-    before = trainer.precision_plugin
-    with pytest.raises(IncompatibleError, match="NoSuchBlock"):
-        trainer.fit(make_lit(package))
-    assert (trainer.precision, trainer.precision_plugin) == ("32-true", before)
+def test_an_evaluation_leaves_the_precision(package):
     trainer = make_trainer(package, only_precision("bf16-mixed"))
     trainer.validate(make_lit(package), verbose=False)
     assert trainer.precision == "32-true"
@@ -106,12 +100,10 @@ def conflict(lit: Any, trainer: Any, precision: str, fix: str) -> None:
 class TestConflicts:
     """Each conflict of facts/lightning.md B has a message of its own."""
 
-    def test_what_the_trainer_was_given(self, package):
+    def test_a_plugin_of_the_trainer(self, package):
         plugin = package.plugins.MixedPrecision("bf16-mixed", "cpu")
         trainer = make_trainer(package, plugins=[plugin])
         conflict(make_lit(package), trainer, "32-true", "Remove that plugin")
-        trainer = make_trainer(package, precision="bf16-true")
-        conflict(make_lit(package), trainer, "bf16-mixed", "Remove one of the two")
 
     def test_bitsandbytes_precision(self, package):
         """Its own weights are 8-bit; it refuses every device but CUDA, so it is put in by hand."""
