@@ -23,6 +23,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.run_prediction import effective_settings
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.prediction import predict as prediction
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -647,6 +648,12 @@ def test_copies_of_buffers_for_a_repeated_batch_need_no_memory_of_the_device(los
     fit(make_lit(model=model), callback := MemSaveCallback())
     assert callback.prediction.guesses == ()
     assert_peak()
+
+
+def test_details_of_what_gave_way_are_off_in_the_prediction():
+    belonging = {"blocks": "Block", "host_budget": "1GiB"}
+    found = effective_settings(dict(MemSaveCallback().arguments) | belonging, [], None)
+    assert (found["blocks"], found["host_budget"]) == (None, None)
 
 
 class LoadedInWorkers(Dataset[Tensor]):
