@@ -206,6 +206,14 @@ def test_looks_behind_an_error_that_memory_caused(package):
     assert any(one.name.startswith("scores in") for one in observer.report.largest)
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), MemoryError()], ids=repr
+)
+def test_observes_errors_in_a_librarys_own_words(package, error):
+    _, found = fail(package, OOMObserver(), error=error)
+    assert found["alive"]["by_category"]["parameter"] > 0
+
+
 class TestWithMemSaveCallback:
     @staticmethod
     def suite():
