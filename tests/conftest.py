@@ -163,6 +163,22 @@ def _twins(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return [pair[turn % 2] for turn, pair in enumerate(pairs)]
 
 
+@pytest.fixture(params=("lightning", "pytorch_lightning"))
+def package(request: pytest.FixtureRequest) -> Any:
+    """Each of the two packages that Lightning comes in."""
+    from tests.callbacks.lit import PACKAGES as MODULES
+
+    return MODULES[request.param]
+
+
+@pytest.fixture(scope="module")
+def report(request: pytest.FixtureRequest) -> Any:
+    """Give what the scenarios of a test file have written on two ranks."""
+    from tests.callbacks import ranks
+
+    return ranks.make_report(request)
+
+
 # What is asked for by a number, as in `predict=20.0`, is predicted all the same.
 @pytest.fixture
 def no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:

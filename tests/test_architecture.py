@@ -243,14 +243,47 @@ def private_names_of_others(sources: Sources) -> set[tuple[str, str]]:
     return found
 
 
-def test_imports_point_one_way():
-    assert imports_upwards(SOURCES) == set()
-    assert imports_upwards({"core.a": "from lightning_memsave.callbacks.b import c"}) == {
-        ("core.a", "callbacks.b")
-    }
-    assert imports_upwards({"explain.a": "import lightning_memsave.targets.b"}) == {
-        ("explain.a", "targets.b")
-    }
+RULES: list[tuple[Any, dict[str, str], set[Any]]] = [
+    (
+        imports_upwards,
+        {
+            "core.a": "from lightning_memsave.callbacks.b import c",
+            "explain.a": "import lightning_memsave.targets.b",
+        },
+        {("core.a", "callbacks.b"), ("explain.a", "targets.b")},
+    ),
+    (
+        between_techniques,
+        {
+            "techniques.a.b": "from lightning_memsave.techniques.c import d",
+            "techniques.c.d": "",
+            "techniques.e": "",
+        },
+        {("techniques.a.b", "techniques.c.d")},
+    ),
+    (imports_lightning, {"core.a": "def f():\n    import lightning.pytorch"}, {"core.a"}),
+    (imports_heavy, {"core.a": "from transformers.utils import x"}, {"core.a"}),
+    (too_long, {"core.a": "\n" * (MAX_LINES + 1)}, {"core.a"}),
+    (without_purpose, {"core.a": "x = 1"}, {"core.a"}),
+    (
+        private_with_one_importer,
+        {"core._a": "", "core.b": "from lightning_memsave.core._a import c"},
+        {"core._a"},
+    ),
+    (
+        private_names_of_others,
+        {"core.a": "", "measure.b": "from lightning_memsave.core.a import _c"},
+        {("measure.b", "core.a._c")},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("offenders", "broken", "found"), RULES, ids=[r[0].__name__ for r in RULES]
+)
+def test_a_rule_holds_and_is_seen_to_break(offenders, broken, found):
+    assert offenders(SOURCES) == set()
+    assert offenders(broken) == found
 
 
 def test_no_files_import_each_other():
@@ -260,31 +293,11 @@ def test_no_files_import_each_other():
     assert circle({**two, "core.b": "from lightning_memsave.core.a import c"})
 
 
-def test_no_technique_imports_another():
-    assert between_techniques(SOURCES) == set()
-    two = {
-        "techniques.a.b": "from lightning_memsave.techniques.c import d",
-        "techniques.c.d": "",
-        "techniques.e": "",
-    }
-    assert between_techniques(two) == {("techniques.a.b", "techniques.c.d")}
-
-
 def test_one_file_owns_the_steps_of_optimizers():
     # The former only looks on, to tell phases of a step apart.
     assert changes_steps(SOURCES) == {"measure.live_tensors", "techniques.optimizer_step"}
     assert changes_steps({"core.a": "patch_method(optimizer, step)"}) == {"core.a"}
     assert changes_steps({"core.a": "optimizer.register_step_pre_hook(f)"}) == {"core.a"}
-
-
-def test_only_rooms_at_a_trainer_import_lightning():
-    assert imports_lightning(SOURCES) == set()
-    assert imports_lightning({"core.a": "def f():\n    import lightning.pytorch"}) == {"core.a"}
-
-
-def test_heavy_packages_are_imported_on_first_use():
-    assert imports_heavy(SOURCES) == set()
-    assert imports_heavy({"core.a": "from transformers.utils import x"}) == {"core.a"}
 
 
 def test_the_callback_comes_without_what_predicts_plans_and_explains():
@@ -295,16 +308,6 @@ def test_the_callback_comes_without_what_predicts_plans_and_explains():
     }
     assert "techniques" in rooms
     assert not rooms & {"prediction", "planning", "explain", "oom", "report", "targets", "api"}
-
-
-def test_files_are_short_enough_to_read():
-    assert too_long(SOURCES) == set()
-    assert too_long({"core.a": "\n" * (MAX_LINES + 1)}) == {"core.a"}
-
-
-def test_files_say_what_they_are_for():
-    assert without_purpose(SOURCES) == set()
-    assert without_purpose({"core.a": "x = 1"}) == {"core.a"}
 
 
 def test_only_what_users_call_explains_arguments():
@@ -330,18 +333,6 @@ def test_what_users_call_explains_what_it_returns():
             text = inspect.getdoc(one) or ""
             assert all(f"    {each}:" in text for each in inspect.signature(one).parameters), name
             assert "Returns:" in text, name
-
-
-def test_private_modules_serve_more_than_one():
-    assert private_with_one_importer(SOURCES) == set()
-    broken = {"core._a": "", "core.b": "from lightning_memsave.core._a import c"}
-    assert private_with_one_importer(broken) == {"core._a"}
-
-
-def test_private_names_stay_in_their_folder():
-    assert private_names_of_others(SOURCES) == set()
-    broken = {"core.a": "", "measure.b": "from lightning_memsave.core.a import _c"}
-    assert private_names_of_others(broken) == {("measure.b", "core.a._c")}
 
 
 # Documented by Python in spite of their underscore, or a mark of FSDP1 that only it sets.

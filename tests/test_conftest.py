@@ -126,16 +126,8 @@ def test_each_pair_of_values_is_in_a_case() -> None:
 @pytest.mark.skipif(shutil.which("git") is None and not IN_CI, reason="needs git")
 def test_the_cases_of_a_commit_are_always_the_same(tmp_path) -> None:
     def git(*arguments: str) -> str:
-        command = [
-            "git",
-            "-C",
-            str(tmp_path),
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a",
-            *arguments,
-        ]
+        who = ["-c", "user.name=a", "-c", "user.email=a"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def committed(text: str) -> int:

@@ -57,35 +57,14 @@ def test_demo_saves_half(tmp_path, monkeypatch, capsys):
 
     assert demo.main([*sizes, "--output", str(tmp_path), "--results", str(results)]) == 0
 
-    assert capsys.readouterr().out.count("holds:") == 3
+    printed = capsys.readouterr().out
+    assert printed.count("holds:") == 3
+    for row in ("activation", "optimizer state", "peak", "time of a step", "validation accuracy"):
+        assert re.search(rf"^\s*{row}\s", printed, re.MULTILINE), row
     plain, saving = json.loads(results.read_text())["runs"]
     assert saving["peak_bytes"] <= plain["peak_bytes"] / 2
     assert saving["time_ratio"] > 0.0
     assert sum(plain["by_category"].values()) == plain["peak_bytes"]
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_demo_saves_half_and_tells_how(tmp_path):
-    results = tmp_path / "results.json"
-    sizes = ("--steps", "2", "--batch-size", "16", "--num-validation", "24")
-
-    done = _run("demo.py", *sizes, "--output", str(tmp_path / "run"), "--results", str(results))
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("holds:") == 3
-    assert "not predicted" not in done.stdout
-    assert done.stderr == ""  # no warning that the user can do nothing about
-    for row in ("activation", "optimizer state", "peak", "time of a step", "validation accuracy"):
-        assert re.search(rf"^\s*{row}\s", done.stdout, re.MULTILINE), row
-    plain, saving, checkpointing, low_bit = json.loads(results.read_text())["runs"]
-    assert saving["peak_bytes"] <= plain["peak_bytes"] / 2
-    assert saving["peak_bytes"] < min(checkpointing["peak_bytes"], low_bit["peak_bytes"])
-    assert max(checkpointing["peak_bytes"], low_bit["peak_bytes"]) < plain["peak_bytes"]
-    assert saving["time_ratio"] > 0.0
-    assert sum(plain["by_category"].values()) == plain["peak_bytes"]
-    report = json.loads((tmp_path / "run" / "memsave_report.json").read_text())
-    assert report["measured"]["peak_bytes"] == saving["peak_bytes"]
 
 
 def test_demo_says_when_a_claim_does_not_hold(monkeypatch, capsys):

@@ -54,10 +54,12 @@ def loader_of(batches: Any) -> DataLoader[Any]:
     return DataLoader(batches, batch_size=None)
 
 
-def make_lit(package: Any = lightning.pytorch, model: Any = "dropout", **methods: Any) -> Any:
+def make_lit(
+    package: Any = lightning.pytorch, model: Any = "dropout", *mixins: type, **methods: Any
+) -> Any:
     """A LightningModule such as any project has, or with other methods; no reference to us."""
 
-    class Lit(package.LightningModule):  # type: ignore[misc]
+    class Lit(*mixins, package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = make_model(model) if isinstance(model, str) else model
@@ -222,6 +224,16 @@ def gradients_of(
     )
     result = fit(lit.double(), *callbacks, limit_val_batches=0, **settings)
     return seen, result
+
+
+def scaling(package: Any) -> Any:
+    """A plugin whose gradient scaler works in float64, which nothing casts."""
+
+    class Scaled(package.plugins.MixedPrecision):  # type: ignore[misc]
+        def forward_context(self):
+            return torch.autocast("cpu", enabled=False)
+
+    return Scaled("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
 
 
 def rows_of(callback: Any) -> dict[str, Any]:

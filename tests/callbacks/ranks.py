@@ -32,7 +32,6 @@ RANKS = 2
 SCENARIO_SECONDS = 90
 WAIT_SECONDS = 1600
 _STARTED: list[subprocess.Popen[bytes]] = []  # one that nobody refers to is warned of
-WITH_MORE = "MEMSAVE_TEST_MORE_SCENARIOS"  # set where `make test-all` has more of them
 
 
 def rank_of_this_process() -> int:
@@ -84,8 +83,6 @@ def start(session: pytest.Session) -> None:
     files = {str(module.__file__) for module in modules if hasattr(module, "SCENARIOS")}
     if not files:
         return
-    if any(item.get_closest_marker("exhaustive") for item in session.items):
-        os.environ[WITH_MORE] = "1"
     with FileLock(root / "ranks.lock"):
         if not (root / "ranks.log").exists():
             launch(root, sorted(files))
@@ -124,11 +121,10 @@ def main(root: str, *scripts: str) -> None:
     for script in scripts:
         parts = Path(script).relative_to(Path(__file__).parents[2]).with_suffix("").parts
         module = importlib.import_module(".".join(parts))
-        more = getattr(module, "MORE_SCENARIOS", {}) if WITH_MORE in os.environ else {}
         with pytest.MonkeyPatch.context() as monkeypatch:
             for fixture in OTHER_DEFAULTS.keys() & _fixtures_of(module):
                 set_other_defaults(fixture, monkeypatch)
-            write_notes(Path(root) / parts[-1], module.SCENARIOS | more)
+            write_notes(Path(root) / parts[-1], module.SCENARIOS)
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import torch
 from torch import nn
@@ -18,8 +17,7 @@ from lightning_memsave import (
     OptimizerInBackward,
 )
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from tests.callbacks.lit import fit, make_lit, make_trainer
-from tests.helpers import snapshot
+from tests.callbacks.lit import fit, make_lit
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
@@ -102,6 +100,8 @@ ALONE: list[tuple[str, str, list[Any]]] = [
         r"Use `chunked_cross_entropy=True`, `chunked_.*=512`",
         ["yes", 0, -1, 1.5, NAN, [256], ChunkedCrossEntropy, LowBitOptimizer()],
     ),
+    ("offload", r"`offload='disk'` is not a valid value", ["disk"]),
+    ("host_budget", r"`host_budget='much'`", ["much"]),
     ("attention", r"Use one of 'sdpa'", ["flash2", "", "SDPA"]),
     ("attention", r'Use `attention="sdpa"`', [1, True, False, ["sdpa"], AttentionKernel]),
     (
@@ -121,6 +121,7 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         r"Use `activation_checkpointing=ActivationCheckpointing\(\.\.\., blocks=\.\.\.\)`",
     ),
     ({"activation_checkpointing": None, "blocks": "Block"}, r"or remove `blocks`"),
+    ({"offload": None, "host_budget": "1GiB"}, r"is not used with `offload=None`"),
     (
         {"low_precision_weights": "kahan", "precision": "16-mixed"},
         r"Use `precision='bf16-mixed'`, or set `low_precision_weights=None`",
@@ -181,52 +182,8 @@ def test_unknown_arguments_name_what_to_write(name, remedy):
         MemSaveCallback(**{name: 1})  # type: ignore[arg-type]
 
 
-CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"activation_checkpointing": 9}, {}, r'Use a number up to 4, or "all"'),
-    ({"activation_checkpointing": "sqrt"}, {}, r'Use "all", which needs less memory'),
-    ({"precision": "bf16-mixed"}, {"precision": "bf16-true"}, r"Remove one of the two"),
-    (
-        {"accumulate_grad_batches": 2},
-        {"accumulate_grad_batches": 3},
-        r"or pass `accumulate_grad_batches=3` here too",
-    ),
-    *(
-        ({"optimizer": optimizer}, {}, r"a pattern .* such as `model\.head\.bias`")
-        for optimizer in (
-            LowBitOptimizer(keep_32bit=("no.*",)),
-            LowBitOptimizer(force_8bit=("no.*",)),
-        )
-    ),
-    ({"low_precision_weights": "kahan"}, {"precision": "bf16-true"}, r"Remove one of the two"),
-    ({"precision": "64-true"}, {"precision": "bf16-mixed"}, r"Remove one of the two"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "settings", "remedy"), CONFLICTS, ids=str)
-def test_conflicts_are_refused_before_anything_changes(arguments, settings, remedy):
-    lit = make_lit()
-    before = snapshot(lit.model)
-    callback = MemSaveCallback(**arguments)
-    trainer = make_trainer(lightning.pytorch, callback, **settings)
-    with pytest.raises(IncompatibleError, match=remedy):
-        trainer.fit(lit)
-    assert snapshot(lit.model) == before
-    assert "configure_optimizers" not in vars(lit)
-
-
 def test_all_conflicts_are_in_one_message():
     callback = MemSaveCallback(9, precision="bf16-mixed", accumulate_grad_batches=2)
     with pytest.raises(IncompatibleError, match=r"\(3 problems\)") as caught:
         fit(make_lit(), callback, precision="bf16-true", accumulate_grad_batches=3)
     assert len(caught.value.problems) == 3
-
-
-def test_an_optimizer_that_has_stepped_is_refused_before_training():
-    lit = make_lit()
-    optimizer = torch.optim.AdamW(lit.parameters())
-    lit.model(torch.randn(4, 64)).backward()
-    optimizer.step()
-    lit.configure_optimizers = lambda: optimizer
-    trainer = make_trainer(lightning.pytorch, MemSaveCallback(optimizer="8bit"))
-    with pytest.raises(IncompatibleError, match="before the first step"):
-        trainer.fit(lit)

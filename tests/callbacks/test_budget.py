@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,37 +309,6 @@ def test_allocator_retries_change_to_a_smaller_plan(plain):
     assert "changed, as the allocator retried 3 times" in rows_of(callback)["budget"].details
 
 
-def test_a_loss_that_cannot_be_split_is_not_changed_to_micro_batches(tmp_path, plain):
-    class Root(Encoder):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).sqrt()
-
-    class Retries(pl.Callback):
-        sizes: tuple[Any, ...] = ()
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            budget = callback._settings.find(BudgetSetting)
-            settings = {**callback.plan.plan.settings, "micro_batch_size": 2}
-            in_parts = replace(callback.plan.plan, settings=settings, device_bytes=MIB)
-            budget._ladder = [*budget._ladder, in_parts]
-
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-        ) -> None:
-            budget = callback._settings.find(BudgetSetting)
-            budget.note_retries(trainer, trainer.global_step)
-            self.sizes = *self.sizes, budget._plan.device_bytes
-            assert budget._plan.settings["micro_batch_size"] == "auto"
-
-    callback = bitwise(plain[2])
-    _, _, trainer = fit(encoder(), callback)
-    trainer.save_checkpoint(tmp_path / "whole.ckpt")
-    callback, retries = MemSaveCallback(budget="1GiB", exactness="rounding"), Retries()
-    resumed = make_trainer(pl, callback, retries, max_epochs=4)
-    resumed.fit(make_lit(model=Root()), ckpt_path=tmp_path / "whole.ckpt")
-    assert len(set(retries.sizes)) > 2
-
-
 def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
     plain_bytes, path = plain[2], tmp_path / "half.ckpt"
 
@@ -362,16 +330,6 @@ def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
             assert resumed.plan.plan == in_force
         else:
             assert resumed.plan.plan.device_bytes <= budget
-
-
-def test_a_second_fit_plans_again_and_leaves_nothing_behind(plain):
-    lit = encoder()
-    callback = bitwise(plain[2] // 2)
-    before = snapshot(lit)
-    for _ in range(2):
-        make_trainer(pl, callback).fit(lit)
-        assert callback.plan.frontier
-    assert snapshot(lit).keys() == before.keys()
 
 
 def test_evaluation_needs_no_plan():

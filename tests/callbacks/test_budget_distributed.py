@@ -11,7 +11,7 @@ from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.errors import InfeasiblePlanError
 from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer, peak_of
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
+from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 from tests.callbacks.test_budget import FAILURES, Encoder
 
 
@@ -56,11 +56,6 @@ SCENARIOS = {
     "failing": lambda: train(FailsOnOneRank(), budget=BUDGET),
     "infeasible": lambda: train(budget="1MiB"),
 }
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+"""Whatever ``configure_optimizers`` returns, its 8-bit forms train and resume as it would."""
+
 import copy
 import functools
 import importlib
@@ -15,15 +17,11 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks.settings.optimizer import (
-    OptimizerSetting,
-    load_optimizer_state_dict,
-)
-from lightning_memsave.core.patching import patch_method
+from lightning_memsave.callbacks.settings.optimizer import OptimizerSetting
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.trainer.configure_optimizers import enable
-from tests.callbacks.lit import make_lit, make_trainer, quiet, rows_of
+from tests.callbacks.lit import make_lit, make_trainer, only, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
@@ -40,63 +38,35 @@ def step_by_hand(module, loss):
         scheduler.step()
 
 
-@functools.cache
-def module_class(package):
-    class Regression(package.LightningModule):  # type: ignore[misc,name-defined]
-        def __init__(self, configure=None, automatic=True):
-            super().__init__()
-            torch.manual_seed(0)
-            self.lr = 1e-3
-            self.net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
-            self.automatic_optimization = automatic
-            self.configure = configure
-            self.trace, self.losses, self.classes = [], [], []
+def regression(configure, package=lightning.pytorch, **methods):
+    """A module that notes its losses, and the settings and class of optimizers after each step."""
 
-        def configure_optimizers(self):
-            return self.configure(self)
+    def training_step(self, batch, batch_idx):
+        loss = (self.model(batch) - batch.sin()).square().mean()
+        self.losses.append(loss.detach())
+        self.log("loss", loss)
+        return loss if self.automatic_optimization else step_by_hand(self, loss)
 
-        def training_step(self, batch, batch_idx):
-            loss = (self.net(batch) - batch.sin()).square().mean()
-            self.losses.append(loss.detach())
-            self.log("loss", loss)
-            return loss if self.automatic_optimization else step_by_hand(self, loss)
+    def on_train_batch_end(self, *args):
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                momentum = group.get("betas", group.get("momentum"))
+                self.trace.append((group["lr"], momentum))
+            self.classes.append(type(optimizer))
 
-        def on_train_batch_end(self, *args):
-            for optimizer in self.trainer.optimizers:
-                for group in optimizer.param_groups:
-                    momentum = group.get("betas", group.get("momentum"))
-                    self.trace.append((group["lr"], momentum))
-                self.classes.append(type(optimizer))
-
-    return Regression
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    steps = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+    module = make_lit(package, model, configure_optimizers=configure, **(steps | methods))
+    module.trace, module.losses, module.classes = [], [], []
+    return module
 
 
-@functools.cache
-def callback_class(package):
-    class Enable(package.Callback):  # type: ignore[misc,name-defined]
-        """What MemSaveCallback does with this part."""
-
-        def __init__(self, technique=None):
-            self.technique, self.undo, self.state = technique, [], None
-
-        def setup(self, trainer, pl_module, stage):
-            self.undo.append(patch_method(trainer.strategy, load_optimizer_state_dict))
-            if self.technique is not None:
-                self.state, undo = enable(pl_module, self.technique)
-                self.undo.append(undo)
-
-        def teardown(self, trainer, pl_module, stage):
-            while self.undo:
-                self.undo.pop()()
-
-    return Enable
-
-
-def fit(module, technique=None, package=lightning.pytorch, ckpt_path=None, epochs=2, **kwargs):
+def fit(module, technique=None, *callbacks, package=lightning.pytorch, ckpt_path=None, **settings):
     """Train two epochs of four batches; no technique means that states are only converted."""
-    callback = callback_class(package)(technique)
-    settings = {"max_epochs": epochs, "num_sanity_val_steps": 0, **kwargs}
-    trainer = make_trainer(package, callback, *settings.pop("callbacks", []), **settings)
+    settings = {"max_epochs": 2, "limit_val_batches": 0} | settings
+    callback = only(None, optimizer=technique)
+    trainer = make_trainer(package, callback, *callbacks, **settings)
     data = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     batches: Any = DataLoader(data, batch_size=8)  # type: ignore[arg-type]
     trainer.fit(module, batches, ckpt_path=ckpt_path)
@@ -104,11 +74,11 @@ def fit(module, technique=None, package=lightning.pytorch, ckpt_path=None, epoch
 
 
 def adamw(module, **kwargs):
-    return optim.AdamW(module.net.parameters(), lr=1e-3, **kwargs)
+    return optim.AdamW(module.model.parameters(), lr=1e-3, **kwargs)
 
 
 def two_groups(module):
-    first, last = module.net[0], module.net[2]
+    first, last = module.model[0], module.model[2]
     groups = [
         {"params": first.parameters(), "lr": 1e-3},
         {"params": last.parameters(), "weight_decay": 0.0},
@@ -117,7 +87,7 @@ def two_groups(module):
 
 
 def sgd(module):
-    return optim.SGD(module.net.parameters(), lr=1e-2, momentum=0.9)
+    return optim.SGD(module.model.parameters(), lr=1e-2, momentum=0.9)
 
 
 def with_scheduler(make_optimizer, make_scheduler, **config):
@@ -208,10 +178,10 @@ FORMS = {
 )
 def test_schedules_are_those_of_the_32bit_run(form, package):
     def run(technique):
-        module = module_class(package)(FORMS[form])
+        module = regression(FORMS[form], package)
         if form == "third party":
             module.lr_scheduler_step = lambda scheduler, metric: scheduler.step()
-        fit(module, technique, package)
+        fit(module, technique, package=package)
         return module
 
     expected, module = run(None), run(LowBitOptimizer())
@@ -221,64 +191,47 @@ def test_schedules_are_those_of_the_32bit_run(form, package):
     assert module.losses[-1].item() == pytest.approx(expected.losses[-1].item(), rel=0.02)
 
 
-def test_none_trains_without_an_optimizer():
-    module = module_class(lightning.pytorch)(lambda m: None)
-    with pytest.warns(UserWarning, match="no optimizer"):
-        _, callback = fit(module, LowBitOptimizer())
-    assert callback.state.handles == []
-
-
 def test_two_optimizers_under_manual_optimization():
     def configure(module):
-        first = optim.AdamW(module.net[0].parameters(), lr=1e-3)
-        second = optim.SGD(module.net[2].parameters(), lr=1e-2, momentum=0.9)
+        first = optim.AdamW(module.model[0].parameters(), lr=1e-3)
+        second = optim.SGD(module.model[2].parameters(), lr=1e-2, momentum=0.9)
         return [first, second], [lr_scheduler.StepLR(first, 1), lr_scheduler.StepLR(second, 2)]
 
     runs = []
     for technique in (None, LowBitOptimizer()):
-        runs.append(module_class(lightning.pytorch)(configure, automatic=False))
-        trainer, callback = fit(runs[-1], technique)
-        assert trainer.global_step == 16
+        runs.append(regression(configure, automatic_optimization=False))
+        assert fit(runs[-1], technique)[0].global_step == 16
     assert runs[1].trace == runs[0].trace
-    assert [len(handle.changes) for handle in callback.state.handles] == [1, 1]
+    assert all(hasattr(cls, "memsave_kind") for cls in runs[1].classes)
     assert runs[1].losses[-1].item() == pytest.approx(runs[0].losses[-1].item(), rel=0.02)
 
 
-def test_optimizers_and_schedulers_that_the_module_keeps_are_replaced_and_come_back():
+def test_what_the_module_keeps_is_replaced_in_the_fit_and_its_own_again_after_it():
     def configure(module):
-        module.own = adamw(module)
         module.table = {"opts": [module.own]}
         module.schedule = lr_scheduler.StepLR(module.own, 1)
+        groups.append(dict(module.own.param_groups[0]))
         return module.own
 
-    module = module_class(lightning.pytorch)(configure)
-    module.configure = configure
-    state, undo = enable(module, LowBitOptimizer())
-    new = module.configure_optimizers()
-    assert state.handles[0].target is new
-    assert module.own is new
-    assert module.table["opts"][0] is new
-    assert module.schedule.optimizer is new
-    undo()
-    assert type(module.own) is optim.AdamW
-    assert module.table["opts"][0] is module.own
-    assert module.schedule.optimizer is module.own
-    assert not [name for name in vars(module) if "memsave" in name]
-    undo()
+    def kept(module):
+        return [module.own, module.table["opts"][0], module.schedule.optimizer]
 
-
-def test_prebuilt_optimizer_is_the_users_own_again_after_fit():
-    module = module_class(lightning.pytorch)(lambda m: m.own)
+    groups, seen = list[Any](), list[Any]()
+    module = regression(
+        configure, on_train_start=lambda self: seen.extend([*kept(self), *self.trainer.optimizers])
+    )
     module.own = own = adamw(module)
-    before = dict(own.param_groups[0])
     fit(module, LowBitOptimizer())
-    assert module.own is own
-    assert own.param_groups[0] == before
+    assert hasattr(type(seen[0]), "memsave_kind")
+    assert all(each is seen[0] for each in seen)
+    assert all(each is own for each in kept(module))
+    assert groups == [own.param_groups[0]]
     assert not own.state
+    assert not [name for name in vars(module) if "memsave" in name]
 
 
 def test_second_fit_starts_over_as_the_first():
-    module = module_class(lightning.pytorch)(FORMS["sequential"])
+    module = regression(FORMS["sequential"])
     fit(module, LowBitOptimizer())
     fit(module, LowBitOptimizer())
     assert module.trace[:8] == module.trace[8:]
@@ -287,7 +240,6 @@ def test_second_fit_starts_over_as_the_first():
     assert module.classes[-1] is optim.AdamW
 
 
-@pytest.mark.parametrize("package", PACKAGES)
 def test_is_overridden_answers_as_before(package):
     helpers = importlib.import_module(f"{package.__name__}.utilities.model_helpers")
 
@@ -297,7 +249,7 @@ def test_is_overridden_answers_as_before(package):
     def from_cli(pl_module, optimizer):
         return optimizer(pl_module.parameters())
 
-    own, plain, cli = module_class(package)(adamw), Plain(), Plain()
+    own, plain, cli = regression(adamw, package), Plain(), Plain()
     cli.net = nn.Linear(64, 64)
     cli.configure_optimizers = MethodType(functools.partial(from_cli, optimizer=optim.AdamW), cli)
     prebuilt = cli.configure_optimizers
@@ -312,42 +264,37 @@ def test_is_overridden_answers_as_before(package):
 
 
 def test_a_copy_of_the_module_configures_its_own_parameters():
-    module = module_class(lightning.pytorch)(adamw)
-    enable(module, LowBitOptimizer(keep_32bit=("net.0.*",)))
+    module = regression(adamw)
+    enable(module, LowBitOptimizer(keep_32bit=("model.0.*",)))
     module.configure_optimizers()
     twin = copy.deepcopy(module)
     assert [s.handles for s in vars(twin)["_memsave_optimizer_techniques"]] == [[]]
     optimizer = twin.configure_optimizers()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     assert [id(p) for p in params] == [id(p) for p in twin.parameters()]
-    assert not optimizer.uses_8bit(twin.net[0].weight)
-    assert optimizer.uses_8bit(twin.net[2].weight)
+    assert not optimizer.uses_8bit(twin.model[0].weight)
+    assert optimizer.uses_8bit(twin.model[2].weight)
 
 
-class Named(module_class(lightning.pytorch)):  # type: ignore[misc]
+class Named(lightning.pytorch.LightningModule):
     """Pickle finds it by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def configure_optimizers(self):
+        return optim.AdamW(self.parameters())
 
 
 def test_a_pickled_module_loads_without_the_technique_and_takes_it_again():
-    module = Named(adamw)
+    module = Named()
     enable(module, LowBitOptimizer())
     module.configure_optimizers()
     loaded = pickle.loads(pickle.dumps(module))
     assert type(loaded.configure_optimizers()) is optim.AdamW
     enable(loaded, LowBitOptimizer())
     assert hasattr(loaded.configure_optimizers(), "memsave_kind")
-
-
-def test_learning_rate_finder_sees_the_8bit_optimizer(tmp_path):
-    from lightning.pytorch.callbacks import LearningRateFinder
-
-    module = module_class(lightning.pytorch)(lambda m: optim.AdamW(m.parameters(), lr=m.lr))
-    finder = LearningRateFinder(num_training_steps=20, update_attr=True)
-    fit(module, LowBitOptimizer(), callbacks=[finder], epochs=10, default_root_dir=tmp_path)
-    assert len(module.classes) == 60  # twenty of the search, forty of the fit
-    assert all(hasattr(cls, "memsave_kind") for cls in module.classes)
-    assert module.lr != 1e-3
-    assert module.trace[-1][0] == pytest.approx(module.lr)
 
 
 def test_learning_rate_monitor_logs_the_same_names(tmp_path):
@@ -357,8 +304,8 @@ def test_learning_rate_monitor_logs_the_same_names(tmp_path):
     logged = []
     for technique in (None, LowBitOptimizer()):
         monitor = LearningRateMonitor(log_momentum=True)
-        module = module_class(lightning.pytorch)(FORMS["one cycle momentum"])
-        fit(module, technique, callbacks=[monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1)
+        module = regression(FORMS["one cycle momentum"])
+        fit(module, technique, monitor, logger=CSVLogger(tmp_path), log_every_n_steps=1)
         logged.append(monitor.lrs)
     assert logged[0] == logged[1]
     assert list(logged[0]) == ["lr-SGD"]
@@ -370,30 +317,28 @@ class TestResume:
     @staticmethod
     def run(path, first, second, configure=FORMS["sequential"], package=lightning.pytorch):
         kinds = {32: None, 8: LowBitOptimizer()}
-        straight = module_class(package)(configure)
-        fit(straight, kinds[first], package, epochs=2)
-        stopped = module_class(package)(configure)
-        trainer, _ = fit(stopped, kinds[first], package, epochs=1)
+        straight, stopped, resumed = (regression(configure, package) for _ in range(3))
+        fit(straight, kinds[first], package=package)
+        trainer, _ = fit(stopped, kinds[first], package=package, max_epochs=1)
         trainer.save_checkpoint(path)
-        saved = torch.load(path, weights_only=True)
-        resumed = module_class(package)(configure)
-        trainer, _ = fit(resumed, kinds[second], package, ckpt_path=path)
+        fit(resumed, kinds[second], package=package, ckpt_path=path)
         assert len(resumed.losses) == 4
-        return straight, resumed, saved
+        return straight, resumed
 
-    @pytest.mark.parametrize("package", PACKAGES)
     @pytest.mark.parametrize("form", ["sequential", "one cycle momentum"])
     def test_8bit_to_8bit_is_bit_identical(self, tmp_path, form, package):
-        straight, resumed, _ = self.run(tmp_path / "x.ckpt", 8, 8, FORMS[form], package)
+        straight, resumed = self.run(tmp_path / "x.ckpt", 8, 8, FORMS[form], package)
         assert torch.equal(torch.stack(straight.losses[4:]), torch.stack(resumed.losses))
         assert straight.trace[4:] == resumed.trace
         for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
             assert torch.equal(a, b)
 
-    @pytest.mark.parametrize("form", ["sequential", "one cycle momentum", "one cycle betas"])
-    @pytest.mark.parametrize(("first", "second"), [(32, 8), (8, 32)])
+    @pytest.mark.parametrize(
+        ("first", "second", "form"),
+        [(32, 8, "one cycle momentum"), (8, 32, "one cycle momentum"), (8, 32, "sequential")],
+    )
     def test_other_width_goes_on_close_by(self, tmp_path, form, first, second):
-        straight, resumed, _ = self.run(tmp_path / "x.ckpt", first, second, FORMS[form])
+        straight, resumed = self.run(tmp_path / "x.ckpt", first, second, FORMS[form])
         torch.testing.assert_close(
             torch.stack(straight.losses[4:]), torch.stack(resumed.losses), rtol=5e-3, atol=0
         )
@@ -403,38 +348,29 @@ class TestResume:
     def test_checkpoint_saved_after_fit_holds_a_named_optimizers_settings(self, tmp_path):
         path = tmp_path / "x.ckpt"
         technique = LowBitOptimizer("lion_8bit", optimizer_kwargs={"betas": (0.8, 0.9)})
-        trainer, _ = fit(module_class(lightning.pytorch)(adamw), technique, epochs=1)
-        trainer.save_checkpoint(path)
-        resumed = module_class(lightning.pytorch)(adamw)
+        fit(regression(adamw), technique, max_epochs=1)[0].save_checkpoint(path)
+        resumed = regression(adamw)
         fit(resumed, technique, ckpt_path=path)
         assert {betas for _, betas in resumed.trace} == {(0.8, 0.9)}
 
-    def test_other_optimizer_is_refused(self, tmp_path):
-        path = tmp_path / "x.ckpt"
-        trainer, _ = fit(module_class(lightning.pytorch)(sgd), epochs=1)
-        trainer.save_checkpoint(path)
-        with pytest.raises(IncompatibleError, match="load its weights only"):
-            fit(module_class(lightning.pytorch)(adamw), LowBitOptimizer(), ckpt_path=path)
-
     @pytest.mark.parametrize("bits", [8, 32])
-    @pytest.mark.parametrize("package", PACKAGES)
     def test_states_that_are_none_are_refused_in_words(self, tmp_path, package, bits):
         """Each kind of them in `tests/techniques/test_optimizer_state.py`."""
         path = tmp_path / "x.ckpt"
         technique = LowBitOptimizer() if bits == 8 else None
-        trainer, _ = fit(module_class(package)(adamw), technique, package, epochs=1)
+        trainer, _ = fit(regression(adamw, package), technique, package=package, max_epochs=1)
         trainer.save_checkpoint(path)
         saved = torch.load(path, weights_only=True)
         (state,) = saved["optimizer_states"]
         for spoiled in ({0: state}, [{**state, "param_groups": None}]):
             torch.save(saved | {"optimizer_states": spoiled}, path)
             with pytest.raises(IncompatibleError, match="it cannot be read"):
-                fit(module_class(package)(adamw), technique, package, ckpt_path=path)
+                fit(regression(adamw, package), technique, package=package, ckpt_path=path)
 
 
 def convert(output, technique):
     """Let a module return the output from ``configure_optimizers``."""
-    module = module_class(lightning.pytorch)(lambda _: output)
+    module = make_lit(configure_optimizers=lambda self: output)
     state, _ = enable(module, technique)
     return module.configure_optimizers(), state.handles
 
@@ -501,32 +437,22 @@ class TestForms:
         assert not schedule.use_beta1
 
 
-def test_one_of_two_is_converted():
-    def configure(module):
-        return [adamw(module), optim.SGD(module.net[2].parameters(), lr=0.1)]
-
-    module = module_class(lightning.pytorch)(configure)
-    state, _ = enable(module, LowBitOptimizer())
-    module.configure_optimizers()
-    assert [bool(handle.changes) for handle in state.handles] == [True, False]
-
-
-@pytest.mark.parametrize("package", PACKAGES)
 def test_a_backbone_unfrozen_later_gets_8bit_state(package):
     """Lightning's BackboneFinetuning: `add_param_group` after the first epoch."""
 
-    class Finetuned(module_class(package)):  # type: ignore[misc]
-        def __init__(self):
-            super().__init__(lambda module: optim.AdamW(module.head.parameters()))
-            self.backbone, self.head = self.net[0], nn.Linear(128, 16)
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).square().mean()
 
-        def training_step(self, batch, batch_idx):
-            return self.head(self.backbone(batch)).square().mean()
-
+    module = make_lit(
+        package,
+        nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 16)),
+        training_step=training_step,
+        configure_optimizers=lambda self: optim.AdamW(self.head.parameters()),
+    )
+    module.backbone, module.head = module.model
     backbone = package.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
-    callback = quiet(None, optimizer="8bit")
-    module, data = Finetuned(), torch.randn(16, 64)
-    trainer = make_trainer(package, backbone, callback, max_epochs=2)
+    callback, data = only(None, optimizer="8bit"), torch.randn(16, 64)
+    trainer = make_trainer(package, backbone, callback, max_epochs=2, limit_val_batches=0)
     trainer.fit(module, DataLoader(data, batch_size=8))  # type: ignore[arg-type]
     row = rows_of(callback)["optimizer"]
     assert row.status == "on"

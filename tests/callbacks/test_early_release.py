@@ -66,22 +66,11 @@ class Peaks(Callback):
         self.live.__exit__(None, None, None)
 
 
-class AlsoAtTheEnd(Peaks):
-    def on_train_batch_end(self, *_):
-        self.note("step")
-
-
 def fit(module, *callbacks):
     torch.manual_seed(1)
     words: Any = torch.randint(2, VOCAB_SIZE, (3 * BATCH_SIZE, NUM_TOKENS))
     trainer = make_trainer(LIGHTNING, *callbacks, max_epochs=None, max_steps=3)
     trainer.fit(module, DataLoader(words, batch_size=BATCH_SIZE))
-
-
-def peaks_of_a_step(module):
-    peaks = AlsoAtTheEnd()
-    fit(module, peaks)
-    return peaks.found
 
 
 def gradient_bytes(module):
@@ -92,28 +81,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_prediction"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
-
-
-def test_lightning_keeps_old_gradients_in_forward():
-    """It zeroes them after the forward pass; `host.pass_batches` before."""
-    module = make()
-    found = peaks_of_a_step(module)
-    assert found["forward"].gradient_bytes == gradient_bytes(module)
-
-
-def test_logits_are_gone_in_backward_where_only_the_loss_is_returned():
-    """Log-probabilities are kept by the graph, logits by nobody."""
-    found = peaks_of_a_step(make("loss"))
-    assert found["step"].activation_bytes < LOGITS_BYTES
-
-
-@pytest.mark.parametrize("returned", ["outputs", "detached"])
-def test_outputs_are_alive_until_the_end_of_the_step(returned):
-    loss_only, found = (peaks_of_a_step(make(what)) for what in ("loss", returned))
-    for phase in ("backward", "step"):
-        more = found[phase].total_bytes - loss_only[phase].total_bytes
-        assert more == pytest.approx(LOGITS_BYTES, abs=64)
-    assert found["forward"].total_bytes == pytest.approx(loss_only["forward"].total_bytes, abs=64)
 
 
 def fit_with(module, *others, is_on=True):
@@ -164,15 +131,3 @@ def test_a_loop_with_nothing_to_free_is_not_replaced():
     _, row = fit_with(make(optimizer_zero_grad=zero), looks)
     assert row.status == "off"
     assert {loop.__module__.split(".")[0] for loop in loops} == {"lightning"}
-
-
-def test_manual_optimization_is_left_alone():
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.model(input_ids=batch, labels=batch).loss)
-        optimizer.step()
-
-    _, row = fit_with(make(automatic_optimization=False, training_step=training_step))
-    assert row.status == "off"
-    assert "runs its own steps" in row.details[0]

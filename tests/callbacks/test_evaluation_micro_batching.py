@@ -22,6 +22,7 @@ from tests.callbacks.lit import (
     quiet,
     rows_of,
 )
+from tests.helpers import in_pairs
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 # What Lightning says of lists of strings in a batch, with and without us.
@@ -112,9 +113,10 @@ def same(ours: Any, theirs: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
-@pytest.mark.parametrize("output", ["dict", "model output", "nothing", "tensor"])
-@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("size", "output", "stage"),
+    in_pairs([1, 4, 100], ["dict", "model output", "nothing", "tensor"], ["validate", "test"]),
+)
 def test_values_and_outputs_as_for_whole_batches(package, size, output, stage):
     results = []
     for callbacks in ([], [only(size)]):
@@ -164,15 +166,6 @@ def test_memory_that_runs_out(package, place):
         saving = trainer.validate(lit, verbose=False)[0]
     assert saving == pytest.approx(plain, rel=1e-5)
     assert lit.sizes[-4:] == [5, 5, 5, 2]
-
-
-def test_floor(package):
-    def validation_step(self, batch, batch_idx):
-        raise torch.OutOfMemoryError(MESSAGE)
-
-    lit = evaluating_lit(package, validation_step=validation_step)
-    with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
-        make_trainer(package, only("auto")).validate(lit, verbose=False)
 
 
 def test_gradients_of_a_window_stay_when_validation_repeats(package):
@@ -252,14 +245,6 @@ class Steps:
         lit.log("size", logits.square().mean())
 
     @staticmethod
-    def sum_as_mean(lit, batch):
-        lit.log("size", lit.model(batch["x"]).square().sum())
-
-    @staticmethod
-    def ranks(lit, batch):
-        return lit.model(batch["x"])[:, 0].softmax(0)
-
-    @staticmethod
     def square(lit, batch):
         first = lit.model(batch["x"])[:, 0]
         return {"scores": first @ first.T}
@@ -269,8 +254,6 @@ REFUSED = {
     "perplexity": "cannot be split",
     "contrastive": "cannot be split",
     "two_means": "cannot be split",
-    "sum_as_mean": "cannot be split",
-    "ranks": "depends on the others in its batch",
     "square": "depends on the others in its batch",
 }
 
@@ -323,11 +306,7 @@ def test_what_may_not_be_split_is_not(name):
     assert "smaller batch in that DataLoader" in str(caught.value)
     with pytest.raises(IncompatibleError, match=REFUSED[name]):
         validate(token_lit(name), only(4))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_number_for_training_cannot_split_stays_whole(name):
-    callback = quiet(preset="off", micro_batch_size=4)
+    callback = quiet(preset="off", micro_batch_size=4)  # a number for training
     assert validate(token_lit(name), callback)[0] == validate(token_lit(name))[0]
     shown = rows_of(callback)["evaluation"]
     assert "`validation_step` passes whole: " in shown.details[-1]
@@ -418,4 +397,5 @@ def test_buffers_that_a_step_writes(size):
 def test_one_sample_that_does_not_fit():
     with pytest.raises(MemoryExhaustedError, match="return less from the step") as caught:
         validate(token_lit("mean_over_tokens", largest=0), only("auto"))
+    assert "2 samples at once, repeated with 1" in str(caught.value)
     assert "activation_checkpointing" not in str(caught.value)

@@ -10,81 +10,16 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_memsave import LowBitOptimizer, MemSaveCallback
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import report as _report
-from lightning_memsave.callbacks.settings import setting as _setting
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
-from tests.callbacks.lit import (
-    callback_with,
-    fit,
-    late,
-    make_lit,
-    make_trainer,
-    rows_of,
-)
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning
+from tests.callbacks.lit import callback_with, fit, make_lit, make_trainer, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 
 def with_optimizer(make: Any) -> Any:
     return make_lit(configure_optimizers=lambda self: make(self.parameters()))
-
-
-def name_of(value: Any) -> str:
-    return getattr(value, "__name__", str(value))
-
-
-REFUSED: list[tuple[dict[str, Any], Any, str]] = [
-    (
-        {"activation_checkpointing": "all", "blocks": "Blocck"},
-        make_lit,
-        "Did you mean `Block`.*or set `activation_checkpointing=None`",
-    ),
-    ({"blocks": "Typo"}, make_lit, r"matches `blocks='Typo'`. Classes that repeat: `Block` \(4\)"),
-    ({"blocks": "re:.*layers.*"}, make_lit, r"nothing in `Lit` matches `blocks='re:\.\*layers"),
-    (
-        {"activation_checkpointing": "all"},
-        lambda: make_lit(model="unrepeated"),
-        "recomputing single layers saves nothing.*or set `activation_checkpointing=None`",
-    ),
-    (
-        {"chunked_cross_entropy": True},
-        make_lit,
-        r'`ChunkedCrossEntropy\(heads="lm_head"\)`.*`chunked_cross_entropy=None`',
-    ),
-    ({"attention": "sdpa"}, make_lit, "contains no Hugging Face model.*`attention=None`"),
-    (
-        {"optimizer": "8bit"},
-        lambda: with_optimizer(lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
-        "nesterov.*or set `optimizer=None`",
-    ),
-    (
-        {"optimizer": "8bit", "activation_checkpointing": "all"},
-        lambda: late(make_lit(model="unrepeated")),
-        "single layers",
-    ),
-]
-
-
-@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
-@pytest.mark.parametrize(("settings", "make", "message"), REFUSED, ids=name_of)
-def test_what_finds_nothing_is_refused_before_training(settings, make, message, is_late):
-    lit = make()
-    lit = late(lit) if is_late and lit.model is not None else lit
-    type(lit).training_step = lambda *_: pytest.fail("it trains")
-    callback = MemSaveCallback(**settings)
-    with pytest.raises(IncompatibleError, match=message) as caught:
-        make_trainer(pl, callback).fit(lit)
-    name = "activation_checkpointing" if "blocks" in message or "layers" in message else ""
-    name = name or next(iter(settings))
-    assert any(f"`{name}=" in problem.what for problem in caught.value.problems)
-    assert "configure_optimizers" not in vars(lit)
-
-
-def test_all_that_finds_nothing_is_in_one_message():
-    callback = MemSaveCallback(chunked_cross_entropy=True, attention="sdpa", blocks="Typo")
-    with pytest.raises(IncompatibleError, match=r"\(3 problems\)"):
-        fit(make_lit(), callback)
 
 
 def test_what_is_so_already_is_not_refused():
@@ -144,9 +79,6 @@ class TestSmallestSaving:
         fit(lit, callback, Backbone())
         assert "need not change" not in str(rows_of(callback)["optimizer"].details)
 
-    def test_is_one_segment_of_the_allocator(self, pytestconfig):
-        assert "SMALLEST_SAVING_BYTES = 20 * 2**20" in Path(_setting.__file__).read_text()
-
 
 class TestOneTrainerAtATime:
     def test_the_same_object_twice_is_refused(self, package):
@@ -174,19 +106,6 @@ class TestOneTrainerAtATime:
 
 
 class TestResume:
-    def test_lightning_names_the_callback_that_is_missing(self, package, tmp_path):
-        path, lit = tmp_path / "last.ckpt", make_lit(package)
-        trainer = make_trainer(package, MemSaveCallback(optimizer="8bit"))
-        trainer.fit(copy.deepcopy(lit))
-        trainer.save_checkpoint(path)
-        with (
-            pytest.warns(UserWarning, match=r"add the following callbacks: \['MemSaveCallback'\]"),
-            pytest.raises(KeyError, match="exp_avg"),
-        ):
-            make_trainer(package, max_epochs=2).fit(copy.deepcopy(lit), ckpt_path=path)
-        callback = MemSaveCallback(optimizer="8bit")
-        make_trainer(package, callback, max_epochs=2).fit(lit, ckpt_path=path)
-
     def test_nonsense_in_a_checkpoint_is_ignored(self, package, tmp_path):
         path, lit = tmp_path / "last.ckpt", make_lit(package)
         trainer = make_trainer(package, MemSaveCallback())
@@ -211,13 +130,6 @@ def test_the_report_names_the_device_of_the_run(monkeypatch):
     _report.write_report(".", {}, [], **given)
     assert asked == []
     assert json.loads(Path("memsave_report.json").read_text())["device"] == "cpu"
-
-
-def test_wrong_settings_of_a_technique_are_listed_once():
-    with pytest.raises(ConfigurationError) as caught:
-        LowBitOptimizer("lion_8bit", optimizer_kwargs={"beta": 0.9}, keep_32bit=(3,))  # type: ignore[arg-type]
-    assert str(caught.value).count("cannot be created") == 1
-    assert "(2 problems)" in str(caught.value)
 
 
 def test_the_same_problem_of_many_blocks_is_one_line():

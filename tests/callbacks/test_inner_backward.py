@@ -8,15 +8,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_memsave.errors import IncompatibleError
-from tests.callbacks.lit import (
-    WithLoss,
-    assert_same,
-    fit,
-    make_lit,
-    model_step,
-    only,
-    rows_of,
-)
+from tests.callbacks.lit import WithLoss, assert_same, fit, make_lit, model_step, only, rows_of
 from tests.cases import WIDTH
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
@@ -137,15 +129,17 @@ def test_hooks_before_zeroing_see_old_gradients_after_the_step(settings):
     assert found[0][3] > 0
 
 
-def test_hooks_before_zeroing_run_between_first_forward_and_backward():
+def test_hooks_before_zeroing_run_between_first_forward_and_backward(package):
     events: list[str] = []
     lit = noting(
         events,
+        package=package,
         on_before_backward=lambda self, loss: events.append("backward"),
         on_before_zero_grad=lambda self, optimizer: events.append("zero"),
+        on_before_optimizer_step=lambda self, optimizer: events.append("update"),
     )
-    fit(lit, only(2), limit_train_batches=1, limit_val_batches=0)
-    assert events == ["step", "zero", "backward", "step", "backward"]
+    fit(lit, only(2), package=package, limit_train_batches=1, limit_val_batches=0)
+    assert events == ["step", "zero", "backward", "step", "backward", "update"]
 
 
 def test_own_zeroing_is_kept():

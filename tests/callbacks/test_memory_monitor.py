@@ -30,7 +30,7 @@ from lightning_memsave.measure.nvml import NvmlReading
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.units import GIB
 from tests.callbacks import lit
-from tests.callbacks.lit import callback_with, no_step
+from tests.callbacks.lit import no_step
 
 NUM_SAMPLES, BATCH_SIZE = 40, 4
 NUM_PARAMETERS = 64 * 256 + 256 + 256 + 1
@@ -232,13 +232,12 @@ def test_fit_twice_measures_twice(package, tmp_path):
     assert [step for step, _ in memory.monitored] == [9, 19]
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("stage", ["validate", "predict"])
 def test_does_nothing_outside_fit(package, stage, counted):
     monitor = GPUMemoryMonitor(1)
     module = make_module(
         package,
         validation_step=validation_step,
-        test_step=lambda self, batch, batch_idx: None,
         predict_step=lambda self, batch, batch_idx: batch[0],
     )
     getattr(make_trainer(package, monitor), stage)(module, loader())
@@ -330,13 +329,6 @@ def test_the_second_monitor_does_nothing(package, tmp_path, caplog, monkeypatch)
     assert first.summary is not None
     assert second.summary is None
     assert "Another `GPUMemoryMonitor` measures already" in caplog.text
-
-
-def test_stands_alone_in_a_trainer_of_either_package(package):
-    monitor = GPUMemoryMonitor()
-    trainer = package.Trainer(callbacks=monitor, accelerator="cpu", logger=False)
-    assert monitor in trainer.callbacks
-    assert isinstance(monitor, package.Callback)
 
 
 def test_copies_and_pickles_after_a_fit(package):
@@ -473,35 +465,29 @@ def test_cuda_peaks_are_of_each_step_and_the_highest_is_kept(monkeypatch):
     assert gpu.calls.count("reset") == 3
     assert probe.notes == ["in a container"]
     assert "memory/nvml_process_gib" not in metrics
+    summary = MemorySummary("Some GPU", 5, nvml_peak_bytes=10, is_nvml_of_gpu=True)
+    assert ("peak seen by NVML on the whole GPU", "10 B") in summary.rows()
 
 
-def test_cuda_peaks_between_logged_steps_cost_nothing_and_count(monkeypatch):
+def test_cuda_peaks_between_logged_steps_cost_nothing_and_count_and_those_of_validation_do_not(
+    monkeypatch,
+):
     gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
     for peak_bytes in (50, 50, 90, 50):
         probe = gpu.step(is_logged=False, peak_bytes=peak_bytes)
         gpu.calls.append(str(probe.highest.peak_bytes))
     assert gpu.calls == ["open", "reset", "50", "reset", "50", "50", "50"]
+    assert probe.highest.nvml_bytes == 9
     gpu.reading = AllocatorReading(4, 6, 90, 180, 0, 0)  # as the allocator keeps it
     probe.begin_step(is_logged=True)
     assert (probe.highest.peak_bytes, probe.highest.reserved_bytes) == (90, 180)
-
-
-def test_cuda_peaks_of_validation_do_not_count(monkeypatch):
-    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
-    probe = gpu.step(is_logged=True)
+    probe.end_step()
     probe.pause()
     gpu.reading = AllocatorReading(4, 6, 5, 7, 0, 0)  # after the reset
     probe.resume()
     probe.finish()
-    assert probe.highest.peak_bytes == 5
-    assert gpu.calls == ["open", "reset", "reset", "wait"]
-
-
-def test_short_fits_know_what_nvml_has_seen(monkeypatch):
-    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, reason="in a container"))
-    assert gpu.step(is_logged=False).highest.nvml_bytes == 10
-    summary = MemorySummary("Some GPU", 5, nvml_peak_bytes=10, is_nvml_of_gpu=True)
-    assert ("peak seen by NVML on the whole GPU", "10 B") in summary.rows()
+    assert probe.highest.peak_bytes == 90
+    assert gpu.calls[-3:] == ["reset", "reset", "wait"]
 
 
 def test_the_device_is_read_while_the_module_is_there(package, monkeypatch):
@@ -522,8 +508,7 @@ def test_the_device_is_read_while_the_module_is_there(package, monkeypatch):
 def test_logs_as_often_as_the_trainer_unless_told(package, tmp_path):
     for every, expected in ((None, 2), (1, 4)):
         memory = loggers(package, tmp_path)[1]
-        monitor = GPUMemoryMonitor(every)
-        fit(package, monitor, logger=memory, max_steps=4, log_every_n_steps=2)
+        fit(package, GPUMemoryMonitor(every), logger=memory, max_steps=4, log_every_n_steps=2)
         assert len(memory.monitored) == expected
 
 
@@ -549,29 +534,6 @@ def test_print_repr_and_a_notebook_show_a_summary_in_a_few_lines():
     assert repr(summary) == "<MemorySummary of 4 steps: peak 3.00 GiB on GPU 0>"
     in_a_notebook: Any = summary
     assert "3.00 GiB" in in_a_notebook._repr_mimebundle_((), ())["text/html"]
-
-
-def test_maximum_and_sum_over_ranks(package, tmp_path):
-    def training_step(self, batch, batch_idx):
-        torch.zeros(10**6 * (1 + self.global_rank))
-        return self.model(batch[0]).mean()
-
-    def write_summary(self, trainer, pl_module):
-        if trainer.is_global_zero:
-            (tmp_path / "summary.json").write_text(json.dumps(monitor.summary.to_dict()))
-
-    monitor, writing = GPUMemoryMonitor(2), callback_with(package, on_fit_end=write_summary)
-    csv = loggers(package, tmp_path)[0]
-    ranks = {"devices": 2, "strategy": "ddp_fork"}
-    module = make_module(package, training_step=training_step)
-    make_trainer(package, monitor, writing, logger=csv, **ranks).fit(module, loader())
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["num_samples"] == NUM_SAMPLES
-    assert summary["num_steps"] == 5
-    # Eight megabytes on rank one, four on rank zero, beside less than one of all else.
-    assert 8_000_000 < summary["peak_bytes"] < 9_000_000
-    assert sum(summary["by_category"].values()) < 5_000_000
-    assert float(logged_rows(csv)[0]["memory/peak_live_gib"]) * GIB > 8_000_000
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """What `MemSaveCallback` does in a Trainer, alone and beside what else users have there."""
 
 import contextlib
-import copy
 import gc
 import importlib.metadata
 import importlib.util
@@ -31,16 +30,16 @@ from tests.callbacks.lit import (
     assert_same,
     callback_with,
     fit,
-    loader,
+    late,
     make_lit,
     make_trainer,
     no_step,
+    only,
     quiet,
     rows_of,
     summary_of,
-    without_dropout,
 )
-from tests.cases import MODELS, Model
+from tests.cases import MODELS
 from tests.helpers import assert_same as assert_same_nested
 from tests.helpers import snapshot
 
@@ -95,14 +94,6 @@ class TestOneLine:
 
 
 class TestNothingLeftBehind:
-    def test_module_is_as_before_after_fit(self, package):
-        lit = make_lit(package)
-        make_trainer(package, MemSaveCallback()).fit(lit)
-        reference = make_lit(package)
-        make_trainer(package).fit(reference)
-        ours, theirs = snapshot(lit), snapshot(reference)
-        assert {k: v[3] for k, v in ours.items()} == {k: v[3] for k, v in theirs.items()}
-
     def test_module_is_as_before_after_an_exception(self, package):
         lit, callback = make_lit(package), MemSaveCallback()
         before = {name: sorted(vars(m)) for name, m in lit.model.named_modules()}
@@ -115,15 +106,6 @@ class TestNothingLeftBehind:
         report = json.loads(Path("memsave_report.json").read_text())
         assert report["status"] == "ArithmeticError: in the middle of fit"
 
-    def test_nothing_is_changed_when_something_is_refused(self, package):
-        lit = make_lit(package)
-        before = snapshot(lit)
-        trainer = make_trainer(package, MemSaveCallback(99, precision="bf16-true"))
-        with pytest.raises(IncompatibleError, match="up to 4"):
-            trainer.fit(lit)
-        assert snapshot(lit.model) == {k[6:]: v for k, v in before.items() if k.startswith("model")}
-        assert trainer.precision == "32-true"
-
     def test_fit_twice(self, package):
         lit, reference = make_lit(package), make_lit(package)
         for module, callbacks in ((lit, [exact()]), (reference, [])):
@@ -131,17 +113,6 @@ class TestNothingLeftBehind:
                 torch.manual_seed(2)
                 make_trainer(package, *callbacks).fit(module)
         assert_same_nested(lit, reference)
-
-    def test_fit_twice_with_one_trainer(self):
-        lit, callback = make_lit(), exact()
-        trainer = make_trainer(LIGHTNING, callback)
-        for epochs in (1, 2):
-            trainer.fit_loop.max_epochs = epochs
-            trainer.fit(lit)
-            assert status(callback, "activation_checkpointing") == "on"
-            assert status(callback, "optimizer") == "off"
-            assert "exactness='bitwise'" in details(callback, "optimizer")
-        assert trainer.current_epoch == 2
 
     def test_a_used_callback_holds_neither_module_nor_optimizers(self):
         lit, callback = make_lit(), MemSaveCallback()
@@ -255,18 +226,6 @@ class TestNothingSilent:
         assert measured["peak_bytes"] > 2 * parameters
         assert sum(measured["by_category"].values()) == measured["peak_bytes"]
         assert measured["by_category"]["parameter"] == parameters
-
-    @pytest.mark.parametrize("kind", ["no folder", "a file", "unknown protocol"])
-    def test_a_report_that_cannot_be_written_ends_no_fit(self, kind, tmp_path):
-        (tmp_path / "file").write_text("kept")
-        folders = {"no folder": "/proc/none", "a file": str(tmp_path / "file")}
-        folder = folders.get(kind, "nowhere://folder")
-        with pytest.warns(MemsaveWarning, match=r"default_root_dir=\.\.\.") as caught:
-            fit(make_lit(), exact(), default_root_dir=folder)
-        messages = [str(w.message) for w in caught if w.category is MemsaveWarning]
-        assert [f"`{folder}/memsave_report.json`" in message for message in messages] == [True]
-        assert (tmp_path / "file").read_text() == "kept"
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
     def test_a_report_that_cannot_be_written_hides_no_exception(self, package):
         stopping = callback_with(package, on_train_batch_end=stop)
@@ -384,7 +343,9 @@ class TestBesideOthers:
             makers.append(lambda: package.callbacks.EMAWeightAveraging(decay=0.5))
         lit, how = make_lit(package, "batch_norm"), {"package": package, "max_epochs": 3}
         for make in makers:
-            assert_same(fit(lit, make(), **how), fit(lit, make(), exact(), **how))
+            plain = fit(lit, make(), **how)
+            for callback in (exact(), only("auto")):
+                assert_same(plain, fit(lit, make(), callback, **how))
 
     def test_accumulation_scheduler_is_kept(self, package):
         callback, scheduler = exact(), package.callbacks.GradientAccumulationScheduler
@@ -416,50 +377,9 @@ class TestBesideOthers:
         assert status(callback, "optimizer") == "on"
 
     def test_a_module_built_in_configure_model(self, package):
-        lit = make_lit(package)
-        model, lit.model = lit.model, None
-
-        def configure_model(self):
-            if self.model is None:
-                self.model = copy.deepcopy(model)
-
-        type(lit).configure_model = configure_model
-        callback = exact()
-        assert_same(fit(lit, package=package), fit(lit, callback, package=package))
+        plain, callback = fit(late(make_lit(package)), package=package), exact()
+        assert_same(plain, fit(late(make_lit(package)), callback, package=package))
         assert status(callback, "activation_checkpointing") == "on"
-
-    @pytest.mark.slow
-    def test_compiled_module(self):
-        lit = make_lit(model=without_dropout(Model()))
-        plain = fit(lit)
-        lit.model = torch.compile(lit.model, backend="aot_eager")
-        callback = exact()
-        ours = fit(lit, callback)
-        assert status(callback, "activation_checkpointing") == "on"
-        assert ours[0] == pytest.approx(plain[0], rel=1e-5)
-
-    def test_a_monitor_of_the_users_own_is_the_one_that_measures(self):
-        own = GPUMemoryMonitor(every_n_steps=1, print_summary=False)
-        callback = MemSaveCallback()
-        fit(make_lit(), own, callback)
-        assert own.summary is not None
-        measured = json.loads(Path("memsave_report.json").read_text())["measured"]
-        assert measured["peak_bytes"] == own.summary.peak_bytes
-        assert callback.monitor.summary is None
-
-    def test_deepcopy_of_the_module_while_training_is_independent(self):
-        copies: list[nn.Module] = []
-        copying = callback_with(
-            on_train_batch_start=lambda self, trainer, pl_module, *_: copies.append(
-                copy.deepcopy(pl_module.model)
-            )
-        )
-        _, state, _ = fit(make_lit(), exact(), copying)
-        trained = [v for k, v in state.items() if k.startswith("model")]
-        twin = copies[0]
-        assert not all(map(torch.equal, twin.state_dict().values(), trained))
-        twin.train()(next(iter(loader()))).backward()
-        assert all(p.grad is not None for p in twin.parameters())
 
 
 @pytest.mark.gpu

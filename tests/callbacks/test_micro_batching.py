@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -42,12 +41,11 @@ from tests.callbacks.lit import (
     make_trainer,
     no_step,
     only,
-    quiet,
     rows_of,
+    scaling,
     without_dropout,
 )
 from tests.cases import MODELS
-from tests.helpers import in_pairs
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
@@ -60,32 +58,8 @@ def row(callback: MemSaveCallback) -> Any:
     return rows_of(callback)["micro_batch_size"]
 
 
-def gradients(name: str, *callbacks: Any, loss_of: Any = None, **settings: Any) -> Any:
-    make_model, make_batches, own_loss, _ = LOSSES[name]
-    loss_of, batches = loss_of or own_loss, make_batches()
-    return gradients_of(make_model(), batches, loss_of, *callbacks, logs=True, **settings)
-
-
-def assert_close(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
-    assert len(ours) == len(theirs) > 0
-    for mine, truth in zip(ours, theirs, strict=True):
-        scale = torch.cat([t.flatten() for t in truth]).norm()
-        for a, b in zip(mine, truth, strict=True):
-            assert (a - b).norm() <= 1e-12 * scale
-
-
 def vectors_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (model(batch["x"]) - batch["y"]).square().mean()
-
-
-def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["input_ids"])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-
-
-def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["input_ids"])[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def vector_batches() -> list[Any]:
@@ -94,72 +68,25 @@ def vector_batches() -> list[Any]:
     return [{"x": torch.randn(n, 5).double(), "y": torch.randn(n, 3).double()} for n in shapes]
 
 
-def token_batches() -> list[Any]:
-    torch.manual_seed(0)
-    batches = []
-    for n in (12, 12, 12, 7):
-        tokens = torch.randint(11, (n, 6))
-        labels = tokens.clone()
-        labels[torch.rand(n, 6) < torch.linspace(0.1, 0.9, n)[:, None]] = -100  # uneven rows
-        labels[0] = -100  # a sample, so with size 1 a part, without any
-        batches.append({"input_ids": tokens, "labels": labels})
-    return batches
-
-
 def make_vectors_model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def make_tokens_model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
-
-
-LOSSES: dict[str, tuple[Any, Any, Any, str]] = {
-    "samples": (make_vectors_model, vector_batches, vectors_loss, "auto"),
-    "tokens": (make_tokens_model, token_batches, masked_loss, "auto"),
-    "tokens_shifted": (make_tokens_model, token_batches, causal_loss, "tokens_shifted"),
-}
-
-
 class TestSameGradients:
-    @pytest.mark.parametrize(
-        ("name", "size", "window"), in_pairs([*LOSSES], [1, 5, 6, 100], [1, 3])
-    )
-    def test_as_the_whole_batch(self, package, name, size, window):
-        settings = {"package": package, "accumulate_grad_batches": window}
-        theirs, plain = gradients(name, **settings)
-        ours, saving = gradients(name, only(size, loss_weight=LOSSES[name][3]), **settings)
-        assert_close(ours, theirs)
-        assert saving[2].global_step == plain[2].global_step
-        for key, value in plain[2].callback_metrics.items():
-            assert saving[2].callback_metrics[key] == pytest.approx(value.item(), rel=1e-6)
-        assert saving[0] == pytest.approx(plain[0], rel=1e-12)
-
-    def test_weights_are_said_once_and_in_the_table(self, caplog):
-        with caplog.at_level("INFO", logger="lightning.pytorch.memsave"):
-            gradients("tokens", callback := only(3))
-        said = [r.message for r in caplog.records if r.message.startswith("micro_batch_size=3: on")]
-        weighted = "weighted by the entries of `labels` that are not -100, proven with 8 samples"
-        assert len(said) == 1
-        assert weighted in said[0]
-        assert weighted in row(callback).details[1]
-
     def test_clipping_and_scaler(self, package):
         """Unscaled and clipped once, after the last part."""
 
-        class Scaled(package.plugins.MixedPrecision):  # type: ignore[name-defined, misc]
-            def forward_context(self):
-                return torch.autocast("cpu", enabled=False)  # float64 stays, the scaler works
-
         found = []
         for callbacks in ([], [only(5)]):
-            plugin = Scaled("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+            plugin = scaling(package)
             how = {"package": package, "plugins": [plugin], "gradient_clip_val": 0.01}
-            found.append(gradients("samples", *callbacks, **how)[0])
+            model, batches = make_vectors_model(), vector_batches()
+            found.append(gradients_of(model, batches, vectors_loss, *callbacks, logs=True, **how))
             assert plugin.scaler.get_scale() == 2.0**10
-        assert_close(found[1], found[0])
+        (theirs, plain), (ours, saving) = found
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        assert saving[0] == pytest.approx(plain[0], rel=1e-12)
 
     def test_lbfgs_runs_its_closure_again_and_again(self, package):
         lit = make_lit(
@@ -175,18 +102,12 @@ class TestSameGradients:
             torch.testing.assert_close(saving[1][name], value, rtol=1e-8, atol=1e-10)
 
 
-WHOLE_BATCHES = ("auto", 4, 1000)  # what the size can be where batches stay whole
-
-
 class TestOnePart:
-    @pytest.mark.parametrize(
-        ("name", "size"),
-        [
-            pytest.param(name, size, marks=() if turn % 3 == number else pytest.mark.exhaustive)
-            for turn, name in enumerate(MODELS)
-            for number, size in enumerate(WHOLE_BATCHES)
-        ],
-    )
+    """Sizes with which batches stay whole."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("size", ["auto", 4, 1000])
+    @pytest.mark.turns(3)
     @pytest.mark.filterwarnings(BATCH_NORM)
     def test_is_bit_identical(self, name, size):
         lit = make_lit(model=name)
@@ -195,23 +116,6 @@ class TestOnePart:
         assert_same(plain, saving)
         assert plain[2].callback_metrics == saving[2].callback_metrics
         assert plain[2].global_step == saving[2].global_step
-
-    def test_together_with_everything_bitwise(self, package):
-        lit = make_lit(package)
-        callback = only("auto", activation_checkpointing="all", accumulate_grad_batches=3)
-        assert_same(
-            fit(lit, package=package, accumulate_grad_batches=3),
-            fit(lit, callback, package=package),
-        )
-
-    def test_weight_averaging_updates_batch_norm(self, package):
-        lit = make_lit(package, "batch_norm")
-
-        def averaging() -> Any:
-            return package.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)
-
-        plain = fit(lit, averaging(), package=package, max_epochs=3)
-        assert_same(plain, fit(lit, averaging(), only("auto"), package=package, max_epochs=3))
 
 
 def logging_lit(package: Any, mode: OutOfMemoryAt) -> Any:
@@ -368,15 +272,6 @@ def check_place(place: int, model: str, settings: tuple[tuple[str, Any], ...] = 
 @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
 class TestOutOfMemory:
     @pytest.mark.slow
-    @pytest.mark.parametrize("distance", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
-    def test_at_operators_of_a_batch(self, distance):
-        """The result is that of a run with the smaller size from this batch on, bit for bit."""
-        _, start, end, _ = ops_of_batches("batch_norm")
-        assert end - start > 100
-        for place in range(start, end, distance):
-            check_place(place, "batch_norm")
-
-    @pytest.mark.slow
     @pytest.mark.parametrize("part", range(6))
     @pytest.mark.parametrize("num_places", [1, pytest.param(50, marks=pytest.mark.exhaustive)])
     def test_at_random_places(self, part, num_places):
@@ -397,13 +292,6 @@ class TestOutOfMemory:
         for number in range(num_places):
             model, settings = own[number % len(own)]
             check_place(random.randrange(ops_of_batches(model, settings)[-1]), model, settings)
-
-    def test_twice_in_one_batch(self, package):
-        """4, 2, 1: the exact sequence of sizes."""
-        first = ops_of_batches("dropout")[1] - 1
-        result, _, callback = run_armed((first, first + 10), "dropout")
-        assert callback._micro_batches.size == 1
-        assert_same(result, fit_at_size_one())
 
     def test_is_said_once_and_in_the_table(self):
         callback = only("auto")
@@ -503,11 +391,6 @@ class TestOutOfMemory:
         with mode, pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
             fit(armed_lit(package, "dropout", mode), only(2), package=package)
 
-    def test_other_errors_are_not_caught(self, package):
-        lit = make_lit(package, training_step=lambda self, batch, batch_idx: batch @ batch)
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            fit(lit, only("auto"), package=package)
-
     def test_nothing_of_the_failed_try_stays_alive(self):
         """The traceback would keep every tensor of the step (pytorch issue 18853)."""
         alive: list[list[bool]] = []
@@ -583,14 +466,6 @@ class TestProbe:
         start = long_fit()[1].starts[8]
         with pytest.raises(MemoryExhaustedError, match="`micro_batch_size=4`"):
             long_fit(start - 1)
-
-
-@functools.cache
-def fit_at_size_one() -> Any:
-    torch.manual_seed(0)
-    lit = armed_lit(LIGHTNING, "dropout", OutOfMemoryAt())
-    limits = {"limit_train_batches": 3, "limit_val_batches": 0}
-    return fit(lit, only(1), log_every_n_steps=1, **limits)
 
 
 def two_groups(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -744,13 +619,6 @@ class TestMemory:
         data = 1024 * 3 * 64 * 4
         assert parts - data < 0.35 * (plain - data)
 
-    def test_old_gradients_are_not_alive_beside_the_activations(self):
-        """With whole batches already; backward's own peak is what remains."""
-        lit = self.make(256, 128)
-        gradients = sum(p.nbytes for p in lit.parameters())
-        plain = self.peak(lit)
-        assert plain - self.peak(self.make(256, 128), only("auto")) > 0.5 * gradients
-
     def test_autocast_copies_of_weights_do_not_outlive_a_part(self):
         """What is alive when a part begins: weights, gradients, data, and nothing else."""
         lit, alive = self.make(512, 16), []
@@ -769,48 +637,10 @@ class TestMemory:
         assert alive[16] - alive[0] < 0.1 * copies
 
 
-def manual() -> Any:
-    lit = make_lit()
-    lit.automatic_optimization = False
-    return lit
-
-
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("make", "reason"),
-        [
-            (manual, "automatic_optimization=False"),
-            (lambda: make_lit().to(torch.bfloat16), "torch.bfloat16"),
-            (lambda: make_lit().half(), "torch.float16"),
-        ],
-    )
-    def test_by_number_refused_by_default_left_out(self, make, reason):
-        with pytest.raises(IncompatibleError, match=reason):
-            fit(make(), only(2))
-        callback = only("auto")
-        trainer = make_trainer(LIGHTNING, callback)
-        trainer.strategy._lightning_module = make()
-        callback.setup(trainer, trainer.lightning_module, "fit")
-        assert row(callback).status == "off"
-        assert reason in row(callback).details[0]
-
-    @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-    def test_a_search_for_the_batch_size_goes_first(self):
-        callback = only("auto")
-        finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)
-        fit(make_lit(), callback, finder)
-        assert row(callback).status == "off"
-        assert "BatchSizeFinder" in row(callback).details[0]
-
-    def test_exactness_bitwise_switches_the_default_off(self):
-        callback = quiet(exactness="bitwise")
-        fit(make_lit(), callback)
-        assert row(callback).status == "off"
-
-    def test_half_parameters_of_a_late_model(self):
-        lit = make_lit(configure_model=lambda self: self.model.to(torch.bfloat16))
-        with pytest.raises(IncompatibleError, match=r"torch\.bfloat16"):
-            fit(lit, only(2))
+def test_half_parameters_of_a_late_model_are_refused():
+    lit = make_lit(configure_model=lambda self: self.model.to(torch.bfloat16))
+    with pytest.raises(IncompatibleError, match=r"torch\.bfloat16"):
+        fit(lit, only(2))
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
@@ -834,17 +664,6 @@ def test_a_step_that_returns_nothing(package):
         trainer.fit(lit)
     assert all(torch.equal(v, before[k]) for k, v in lit.state_dict().items())
     assert trainer.global_step == 6
-
-
-def test_hooks_run_in_order(package):
-    """Gradients are zeroed before the first part; one optimizer step after the last."""
-    events: list[str] = []
-    hooks = ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step")
-    notes = {name: lambda self, *_, name=name: events.append(name) for name in hooks}
-    lit = make_lit(package, **notes)
-    fit(lit, only(2), package=package, limit_train_batches=1, limit_val_batches=0)
-    backward = "on_before_backward"
-    assert events == ["on_before_zero_grad", backward, backward, "on_before_optimizer_step"]
 
 
 def test_the_callback_serves_a_second_fit_and_copies(package):

@@ -1,5 +1,6 @@
 """Offloading in a Trainer: bit for bit the same training, and what it says."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_memsave import MemSaveCallback
 from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
-from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_bit_state_bytes
@@ -27,7 +28,6 @@ from tests.callbacks.lit import (
     assert_same,
     callback_with,
     fit,
-    loader,
     make_lit,
     make_trainer,
     model_step,
@@ -67,11 +67,6 @@ def averages(package: Any) -> dict[str, Any]:
     return {n: lambda n=n: getattr(package.callbacks, n)(**settings[n]) for n in known}
 
 
-# True is both.
-PARTS = [
-    *(pytest.param(w, marks=pytest.mark.exhaustive) for w in ("parameters", "activations")),
-    True,
-]
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.1},
@@ -82,88 +77,39 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": "all", "micro_batch_size": 2}
+IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True}
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.1}
+BITWISE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    **{name: ("optimizer", {}, how) for name, how in SETTINGS.items()},
+    **{
+        f"in backward, {name}": ("optimizer", IN_BACKWARD | {"micro_batch_size": HALVE}, how)
+        for name, how in SETTINGS.items()
+        if name not in ("clipped", "validated")
+    },
+    **{
+        str(what): (Offloading(what, min_bytes=1), CHECKPOINTED, CLIPPED)
+        for what in ("parameters", "activations", True)
+    },
+    "sums of micro-batches": ("optimizer", {"micro_batch_size": 2}, CLIPPED),
+    "8-bit state": ("optimizer", {"optimizer": "8bit"}, {}),
+}
+"""What is offloaded, beside which settings of the callback and of the Trainer."""
+
+
 class TestBitwise:
-    @pytest.mark.parametrize("settings", SETTINGS)
-    def test_as_without(self, package, settings):
-        lit, how = make_lit(package), SETTINGS[settings]
-        callback = only()
-        saving = fit(lit, callback, package=package, **how)
-        assert_same(fit(lit, package=package, **how), saving)
-        assert rows_of(callback)["offload"].status == "on"
-
-    @pytest.mark.parametrize("model", ["tied", "batch_norm", "frozen", "transformer"])
-    @pytest.mark.turns(2)
-    def test_other_models_beside_other_settings(self, model):
-        lit = make_lit(model=model)
-        callback = only(activation_checkpointing="all", micro_batch_size=HALVE)
-        assert_same(fit(lit), fit(lit, callback))
-
-    @pytest.mark.parametrize("settings", ["plain", "clipped by value", "accumulated", "bf16"])
-    def test_updated_in_backward(self, package, settings):
-        lit, how = make_lit(package), SETTINGS[settings]
-        callback = only(optimizer_in_backward=True, micro_batch_size=HALVE)
-        saving = fit(lit, callback, package=package, **how)
-        assert_same(fit(lit, package=package, **how), saving)
-        row = rows_of(callback)["optimizer_in_backward"]
-        assert row.status == "on"
-        place = "are alive on the host while 4" if settings == "accumulated" else "time on the host"
-        assert place in row.details[0]
-
-    @pytest.mark.parametrize("what", PARTS)
-    def test_other_parts(self, package, what):
-        lit = make_lit(package)
-        technique = Offloading(what, min_bytes=1)
-        saving = only(offload=technique, activation_checkpointing="all", micro_batch_size=2)
-        plain = only(offload=None, activation_checkpointing="all", micro_batch_size=2)
-        how: dict[str, Any] = {"package": package, "gradient_clip_val": 0.1}
+    @pytest.mark.parametrize("name", BITWISE)
+    def test_as_without(self, package, name):
+        what, beside, how = BITWISE[name]
+        lit, how = make_lit(package), {"package": package} | how
+        plain, saving = only(offload=None, **beside), only(offload=what, **beside)
         assert_same(fit(lit, plain, **how), fit(lit, saving, **how))
-        assert rows_of(saving)["offload"].status == "on"
-
-    def test_embeddings(self):
-        lit, how = make_lit(model="classifier"), {"max_epochs": 2, "gradient_clip_val": 0.5}
-        offload = Offloading("parameters+embeddings", min_table_bytes=2**12)
-        callback = only(offload=offload, activation_checkpointing="all")
-        assert_same(fit(lit, **how), fit(lit, callback, **how))
-        row = rows_of(callback)["offload"]
-        assert "1 embeddings on the host: 64.00 KiB" in row.details
-        assert row.exactness == "bitwise"
-
-    @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-    @pytest.mark.parametrize("in_backward", [None, True])
-    def test_embeddings_beside_rounded_updates(self, rounding, in_backward):
-        callback = only(
-            offload=TABLES,
-            low_precision_weights=rounding,
-            optimizer_in_backward=in_backward,
-            precision="bf16-mixed",
-        )
-        losses, state, _ = fit(make_lit(model="classifier"), callback, max_epochs=2)
-        assert losses == pytest.approx(fit(make_lit(model="classifier"), max_epochs=2)[0], rel=0.02)
-        assert state["model.embedding.weight"].dtype is torch.float32
-        rows = rows_of(callback)
-        assert (rows["offload"].status, rows["low_precision_weights"].status) == ("on", "on")
-
-    @pytest.mark.parametrize("in_backward", [None, True])
-    def test_embeddings_are_predicted(self, in_backward):
-        """On the device as exactly as without, and what there is less of it is on the host."""
-        lit = fused_lit("classifier")
-        # What is logged is alive beside the loss.
-        type(lit).training_step = type(make_lit()).training_step
-        differences, peaks = [], []
-        for offload in (None, TABLES):
-            how = {"optimizer_in_backward": in_backward, "report": True, "predict": 60}
-            fit(lit, callback := only(offload=offload, **how))
-            assert callback.prediction is not None
-            peaks.append(peak_of(callback))
-            differences.append(callback.prediction.peak_bytes - peaks[-1])
-        assert differences[0] == differences[1]
-        table = lit.model.embedding.weight.nbytes
-        assert peaks[0] - peaks[1] >= 3 * table
-        held = summary_of(callback).host_bytes
-        assert held == 4 * table + 4  # and the number of steps
-        # The ids of a batch, and the gradient of their rows.
-        ids_and_rows = 4 * 8 * (8 + 4 * 64)
-        assert callback.prediction.peak.host_bytes == held + ids_and_rows
+        rows = rows_of(saving)
+        assert rows["offload"].status == "on"
+        if "optimizer_in_backward" in beside:
+            is_sum = "accumulate_grad_batches" in how
+            place = "are alive on the host while 4" if is_sum else "time on the host"
+            assert place in rows["optimizer_in_backward"].details[0]
 
     def test_averages_of_weights_and_embeddings(self, package):
         """It reads all rows in each step."""
@@ -176,17 +122,6 @@ class TestBitwise:
                 fit(lit, make(), only(offload=None), **how), fit(lit, make(), tables, **how)
             )
             assert any(name in detail for detail in rows_of(tables)["offload"].details)
-
-    @pytest.mark.parametrize(
-        ("settings", "how"),
-        [({"micro_batch_size": 2}, {"gradient_clip_val": 0.1}), ({"optimizer": "8bit"}, {})],
-        ids=["sums of micro-batches", "8-bit state"],
-    )
-    def test_what_else_is_on_the_host(self, settings, how):
-        lit = make_lit()
-        assert_same(
-            fit(lit, only(offload=None, **settings), **how), fit(lit, only(**settings), **how)
-        )
 
     def test_manual_optimization(self):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -246,13 +181,6 @@ class TestLossOutsideOfTheModel:
         assert torch.equal(*losses)
         assert rows_of(saving)["chunked_cross_entropy"].status == "on"
 
-    def test_in_the_preset(self):
-        chunked = ChunkedCrossEntropy(heads="model.head")
-        callback = quiet(preset="offload", chunked_cross_entropy=chunked)
-        fit(self.lit(), callback, **SETTINGS["validated"])
-        for name in ("offload", "chunked_cross_entropy"):
-            assert rows_of(callback)[name].status == "on"
-
 
 class TestOutOfMemory:
     @pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
@@ -298,7 +226,7 @@ class TestCheckpoints:
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
     @pytest.mark.parametrize(
         ("begins_with", "resumes_with"),
-        [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.exhaustive)],
+        [(True, False), (False, True)],
     )
     def test_are_those_of_a_plain_run(self, tmp_path, begins_with, resumes_with):
         lit = make_lit()
@@ -411,38 +339,32 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("what", "model"),
         [
-            pytest.param("parameters", "transformer", marks=pytest.mark.exhaustive),
             ("parameters", "frozen"),
-            pytest.param("activations", "transformer", marks=pytest.mark.exhaustive),
             (True, "transformer"),
+            ("parameters+embeddings", "classifier"),
         ],
     )
     def test_of_other_parts_is_predicted(self, what, model):
         lit = silent_lit(model)
-        offload = Offloading(what, min_bytes=1)
+        offload = Offloading(what, min_bytes=1, min_table_bytes=2**12)
         callback = only(offload=offload, activation_checkpointing="all", predict=60)
         fit(lit, callback)
         assert_predicted(callback)
 
-    def test_after_the_fit_nothing_is_on_the_host(self):
+    @pytest.mark.parametrize("last", [2, None])
+    def test_after_the_fit_or_an_error_nothing_is_on_the_host(self, last):
+        def fail(*args: Any) -> None:
+            if args[-1] == last:
+                raise KeyError("the user's")
+
         lit = make_lit()
         before, keys = inner(lit), list(lit.state_dict())
-        make_trainer(LIGHTNING, only()).fit(lit)
+        trainer = make_trainer(LIGHTNING, only(), callback_with(on_train_batch_start=fail))
+        with contextlib.nullcontext() if last is None else pytest.raises(KeyError):
+            trainer.fit(lit)
         assert list(lit.state_dict()) == keys
         assert inner(lit) == before
         assert not any(is_host(p.untyped_storage()) for p in lit.parameters())
-
-    def test_an_exception_leaves_nothing(self):
-        lit = make_lit()
-        before = inner(lit)
-
-        def fail(*args: Any) -> None:
-            if args[-1] == 2:
-                raise KeyError("the user's")
-
-        with pytest.raises(KeyError):
-            make_trainer(LIGHTNING, only(), callback_with(on_train_batch_start=fail)).fit(lit)
-        assert inner(lit) == before
 
 
 def silent_lit(model: str) -> Any:
@@ -511,7 +433,11 @@ class TestMasters:
 
     @pytest.mark.parametrize("optimizer", [None, "8bit"])
     def test_micro_batches_in_two_halves(self, optimizer):
-        """Their gradients are added up; optimizer state is allocated before the first step."""
+        """Their gradients are added up; hooks between steps see whole weights."""
+
+        def look(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            assert not any(p.isnan().any() for p in pl_module.parameters())
+
         runs = []
         for in_backward in (True, None):
             callback = only(
@@ -521,67 +447,13 @@ class TestMasters:
                 optimizer_in_backward=in_backward,
                 micro_batch_size=2,
             )
-            runs.append(fit(make_lit(model="tied"), callback))
+            looking = callback_with(on_train_batch_end=look)
+            runs.append(fit(make_lit(model="tied"), callback, looking))
             assert not torch.tensor(runs[-1][0]).isnan().any()
         assert_same(*runs)
 
-    def test_averages_of_weights_in_two_halves(self):
-        """Hooks between steps see whole weights."""
-
-        def look(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            assert not any(p.isnan().any() for p in pl_module.parameters())
-
-        how: dict[str, Any] = {"precision": "bf16-mixed", "low_precision_weights": "split"}
-        for in_backward in (True, None):
-            callback = only(**how, optimizer_in_backward=in_backward)
-            losses, _, _ = fit(make_lit(), callback, callback_with(on_train_batch_end=look))
-            assert not torch.tensor(losses).isnan().any()
-
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"host_budget": "1GiB", "offload": None}, "is not used with `offload=None`"),
-            ({"offload": "disk"}, "`offload='disk'` is not a valid value"),
-            ({"host_budget": "much"}, "`host_budget='much'`"),
-        ],
-    )
-    def test_of_arguments(self, settings, message):
-        with pytest.raises(ConfigurationError) as caught:
-            only(**settings)
-        assert message in str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("settings", "how", "message"),
-        [
-            ({}, {"precision": "bf16-true"}, 'Use `precision="bf16-mixed"`'),
-            ({"host_budget": "1MiB"}, {}, "`host_budget` is 1.00 MiB"),
-            (
-                {"optimizer_in_backward": True},
-                {"gradient_clip_val": 1.0},
-                "the norm of all gradients is known only after backward",
-            ),
-            (
-                {"low_precision_weights": "stochastic", "precision": "bf16-mixed"},
-                {},
-                'Use `low_precision_weights="master"`',
-            ),
-            (
-                {"low_precision_weights": "master", "offload": None, "precision": "bf16-mixed"},
-                {},
-                'Set `offload="optimizer"` as well',
-            ),
-        ],
-    )
-    def test_of_trainers(self, settings, how, message):
-        lit = make_lit()
-        before = inner(lit)
-        with pytest.raises(IncompatibleError) as caught:
-            make_trainer(LIGHTNING, only(**settings), **how).fit(lit, loader())
-        assert message in str(caught.value)
-        assert inner(lit) == before
-
     @pytest.mark.parametrize(
         ("strategy", "advice"),
         [
@@ -728,23 +600,7 @@ def keeping_tables(rounding: str) -> LowPrecisionWeights:
     return LowPrecisionWeights(rounding, keep_fp32=("*embedding*",))
 
 
-def test_tables_alone_turn_off_nothing():
-    tables = Offloading("embeddings", min_table_bytes=4)
-    callback = only(preset="single_gpu", offload=tables)
-    lit = make_lit(
-        model=nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)),
-        training_step=lambda self, batch, _: self.model(batch.argsort(-1)).square().mean(),
-    )
-    trainer = make_trainer(LIGHTNING, callback, max_steps=2, limit_val_batches=0)
-    trainer.fit(lit, loader())
-    rows = rows_of(callback)
-    for name in ("offload", "optimizer", "optimizer_in_backward", "low_precision_weights"):
-        assert rows[name].status == "on"
-    assert rows["low_precision_weights"].value == "'stochastic'"
-
-
 BF16: dict[str, Any] = {"precision": "bf16-mixed"}
-IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True}
 EIGHT_BITS = LowBitOptimizer(force_8bit=("*",))
 BY_VALUE: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
 
@@ -754,7 +610,7 @@ def rounded(rounding: str) -> dict[str, Any]:
 
 
 BESIDE_TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "clipped by norm": ({}, {"gradient_clip_val": 0.1}),
+    "clipped by norm": ({}, CLIPPED),
     "clipped by value": ({}, BY_VALUE),
     "accumulated": ({}, {"accumulate_grad_batches": 2}),
     "in backward": (IN_BACKWARD, {}),
@@ -785,7 +641,7 @@ def test_tables_have_the_same_bits_beside(name):
     assert any("1 embeddings on the host" in d for d in rows_of(callback)["offload"].details)
 
 
-@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize("clip", [{}, CLIPPED])
 @pytest.mark.parametrize("in_backward", [None, True])
 def test_tables_of_a_preset_of_one_gpu(in_backward, clip):
     """Each runs, or is refused in words; a preset keeps what goes together."""
@@ -800,6 +656,8 @@ def test_tables_of_a_preset_of_one_gpu(in_backward, clip):
     rows = rows_of(callback)
     assert rows["offload"].status == "on"
     assert rows["optimizer_in_backward"].status == ("off" if clip else "on")
+    assert rows["optimizer"].status == "on"
+    assert rows["low_precision_weights"].value == "'stochastic'"
 
 
 @pytest.mark.gpu

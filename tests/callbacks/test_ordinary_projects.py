@@ -98,48 +98,56 @@ class Uncopied:
 
 
 class TestWhatAModuleHolds:
-    def test_large_data_is_shared(self):
-        seen: list[Any] = []
-        corpus = np.zeros(2**21, dtype=np.uint8)
-        buffer = [torch.randn(WIDTH) for _ in range(2000)]
-        texts = [Uncopied() for _ in range(2000)]
+    def test_is_shared_where_it_is_large_and_never_written_into(self):
+        """Nor is anything waited for, or thrown away that acts when it is."""
+        ended: list[int] = []
+
+        class Server:
+            def __del__(self) -> None:
+                ended.append(id(self))
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             held = self.model
-            seen.append((held.corpus.base is corpus, held.buffer[0] is buffer[0]))
-            held.buffer.append(None)
-            rows = torch.stack(held.buffer[:4])
-            return self.model(rows + int(held.corpus[batch_idx]))
+            shared.append((held.corpus.base is corpus, held.bank[0] is bank[0]))
+            held.small[batch_idx] += 1
+            held.bank[batch_idx].add_(1)
+            held.running.add_(1)
+            held.seen["steps"] += 1
+            with held.lock, held.condition:
+                held.file.write(f"{batch_idx}\n")
+                held.queue.put(batch_idx)
+            return held(batch + int(held.corpus[batch_idx]))
 
-        model = Owner(corpus=corpus, buffer=buffer, texts=texts)
-        lit = make_lit(model=model, training_step=training_step)
-        fit(lit, callback := nothing())
-        assert_predicted(callback)
-        assert seen[:2] == [(True, True)] * 2
-        assert Uncopied.num_copies == 0
-        assert len(buffer) == 2003
-
-    def test_steps_that_write_do_not_write_into_it(self):
+        shared: list[Any] = []
         corpus, small = np.zeros(2**21, dtype=np.uint8), np.zeros(4)
-        bank = [torch.zeros(2) for _ in range(2000)]
-        running = torch.zeros(3, dtype=torch.int64)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.model.small[batch_idx] += 1
-            self.model.bank[batch_idx].add_(1)
-            self.model.running.add_(1)
-            self.model.seen["steps"] += 1
-            return self.model(batch)
-
-        seen = {"steps": 0}
-        model = Owner(corpus=corpus, small=small, bank=bank, running=running, seen=seen)
-        lit = make_lit(model=model, training_step=training_step)
-        fit(lit, callback := nothing())
-        assert_is_predicted(callback)
+        bank, running = [torch.zeros(2) for _ in range(2000)], torch.zeros(3, dtype=torch.int64)
+        filled: queue.Queue[int] = queue.Queue(3)  # more than three would wait for ever
+        lit, server, seen = make_lit(training_step=training_step), Server(), {"steps": 0}
+        with Path("log.txt").open("w") as file:
+            lit.model = Owner(
+                corpus=corpus,
+                small=small,
+                bank=bank,
+                running=running,
+                seen=seen,
+                texts=[Uncopied() for _ in range(2000)],
+                server=server,
+                lock=threading.Lock(),
+                condition=threading.Condition(),
+                file=file,
+                queue=filled,
+            )
+            fit(lit, callback := nothing())
+        assert_predicted(callback)
+        assert shared[0] == (True, True)
+        assert Uncopied.num_copies == 0
         assert small.tolist() == [1, 1, 1, 0]
         assert [bank[i].tolist() for i in range(4)] == [[1, 1], [1, 1], [1, 1], [0, 0]]
         assert running.tolist() == [3, 3, 3]
         assert seen == {"steps": 3}
+        assert Path("log.txt").read_text() == "0\n1\n2\n"
+        assert [filled.get() for _ in range(3)] == [0, 1, 2]
+        assert ended == []
 
     def test_the_time_limit_is_kept_while_copying(self, monkeypatch):
         now_s = [0.0]
@@ -158,36 +166,6 @@ class TestWhatAModuleHolds:
         assert callback.prediction is None
         assert "more than 0.3 seconds" in callback._prediction.note
         assert Slow.num_copies < 20
-
-    def test_locks_files_and_threads(self):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            with self.model.lock, self.model.condition:
-                self.model.file.write(f"{batch_idx}\n")
-                self.model.queue.put(batch_idx)
-            return self.model(batch)
-
-        lit = make_lit(training_step=training_step)
-        filled: queue.Queue[int] = queue.Queue(3)  # more than three would wait for ever
-        with Path("log.txt").open("w") as file:
-            lit.model = Owner(
-                lock=threading.Lock(), condition=threading.Condition(), file=file, queue=filled
-            )
-            fit(lit, callback := nothing())
-        assert_predicted(callback)
-        assert Path("log.txt").read_text() == "0\n1\n2\n"
-        assert [filled.get() for _ in range(3)] == [0, 1, 2]
-
-    def test_what_would_act_when_it_is_thrown_away(self):
-        ended: list[int] = []
-
-        class Server:
-            def __del__(self) -> None:
-                ended.append(id(self))
-
-        server = Server()
-        fit(make_lit(model=Owner(server=server)), callback := nothing())
-        assert_predicted(callback)
-        assert ended == []
 
     def test_functions_that_close_over_it(self):
         """A hook that keeps features, as one writes it: those of the copy are the copy's."""
@@ -364,15 +342,10 @@ class TestGuards:
         "guard",
         [
             torch.isnan,
-            torch.isinf,
-            lambda loss: torch.isnan(loss).any(),
             lambda loss: not torch.isfinite(loss).all(),
-            lambda loss: not torch.isfinite(loss),
             lambda loss: math.isnan(loss.item()),
-            lambda loss: not math.isfinite(loss.detach()),
             lambda loss: loss != loss,  # noqa: PLR0124
             lambda loss: loss == float("inf"),
-            lambda loss: torch.isnan(loss.expand(3)).sum() > 0,
             lambda loss: bool(loss.isneginf() | loss.isposinf() | loss.isnan()),
         ],
     )
@@ -414,23 +387,18 @@ class TestStandardRecipes:
         assert_predicted(callback, abs_bytes=512)
         assert callback.prediction.guesses == ()
 
-    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
     @pytest.mark.parametrize("is_sorted", [True, False])
-    @pytest.mark.turns(2)
-    def test_packed_sequences(self, kind, is_sorted):
+    def test_packed_sequences(self, is_sorted):
         order = [8, 6, 3, 2] if is_sorted else [3, 8, 2, 6]
 
         def loss_of(model: Any, x: Tensor) -> Tensor:
-            lengths = torch.tensor(order)
-            packed = pack_padded_sequence(
-                x.view(len(x), 8, 8), lengths, batch_first=True, enforce_sorted=is_sorted
-            )
-            output, _ = model[0](packed)
-            padded, lengths = pad_packed_sequence(output, batch_first=True)
+            inputs, lengths = x.view(len(x), 8, 8), torch.tensor(order)
+            packed = pack_padded_sequence(inputs, lengths, True, enforce_sorted=is_sorted)
+            padded, lengths = pad_packed_sequence(model[0](packed)[0], batch_first=True)
             assert lengths.tolist() == order
             return model[1](padded).square().mean()
 
-        rnn = kind(8, 16, batch_first=True, bidirectional=True)
+        rnn = nn.LSTM(8, 16, batch_first=True, bidirectional=True)
         model = WithLoss(nn.Sequential(rnn, nn.Linear(32, 1)), loss_of)
         fit(make_lit(model=model), callback := nothing())
         assert_predicted(callback)

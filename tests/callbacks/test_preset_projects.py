@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.techniques.registry import values_of
 from lightning_memsave.trainer.precision import half_precision_on_cpu
-from tests.callbacks.lit import WithLoss, late, loader, make_lit, make_trainer, rows_of
+from tests.awkward_projects import TwoOptimizers
+from tests.callbacks.lit import WithLoss, late, make_lit, make_trainer, only, rows_of
 
 pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
 
@@ -41,32 +42,11 @@ def lit_with(**methods: Any) -> Callable[[], Any]:
     return functools.partial(make_lit, **methods)
 
 
-class Gan(pl.LightningModule):
-    """Two optimizers, stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-        self.discriminator = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def training_step(self, batch: Tensor) -> None:
-        optimizers: Any = self.optimizers()
-        for_generator, for_discriminator = optimizers
-        made = self.generator(torch.randn_like(batch))
-        for optimizer, inputs in ((for_discriminator, made.detach()), (for_generator, made)):
-            self.toggle_optimizer(optimizer)
-            self.manual_backward((self.discriminator(batch) - self.discriminator(inputs)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        parts = self.generator, self.discriminator
-        return [torch.optim.Adam(part.parameters(), lr=1e-4) for part in parts]
-
-    def train_dataloader(self) -> Any:
-        return loader()
+def two_optimizers() -> Any:
+    """Stepped by hand, as in a GAN."""
+    lit: Any = TwoOptimizers()
+    lit.train_dataloader = lambda: lit.loader(1)
+    return lit
 
 
 def log_gradients(self: Any, *_: Any) -> None:
@@ -162,9 +142,8 @@ BY_HAND = "automatic_optimization=False"
 PROJECTS = {
     "plain": Project(make_lit),
     "gan": Project(
-        Gan,
+        two_optimizers,
         {
-            CHECKPOINTING: "no repeated block",
             UPDATES: BY_HAND,
             "micro_batch_size": BY_HAND,
             "early_release": BY_HAND,
@@ -243,17 +222,10 @@ PROJECTS = {
 }
 
 
-# In `make test` every other preset for each.
 @pytest.mark.filterwarnings("ignore")  # of Lightning and torch, each project has its own
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        pytest.param(*(name, preset), marks=() if (turn + number) % 2 else pytest.mark.exhaustive)
-        for turn, name in enumerate(PROJECTS)
-        for number, preset in enumerate(PRESETS)
-    ],
-)
-@pytest.mark.turns(2)
+@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.turns(4)
 def test_no_project_is_refused(name, preset):
     project = PROJECTS[name]
     callback = MemSaveCallback(preset=preset)
@@ -288,22 +260,44 @@ def _has(callback: MemSaveCallback, part: str) -> bool:
     return values_of(callback.arguments["preset"]).get(part) is not None
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_are_not_refused(strategy, preset):
-    """Each process asks itself this before it trains; none has to be started for it."""
+def trainer_of(strategy: str) -> Any:
     trainer = make_trainer(pl, strategy="ddp", devices=2)
     if strategy == "fsdp":  # which the Trainer itself refuses without a GPU
         trainer.strategy.__class__ = pl.strategies.FSDPStrategy
         trainer.strategy._precision_plugin = trainer.strategy.mixed_precision = None
-    lit = make_lit()
-    settings = MemSaveCallback(preset=preset)._settings
-    found = {s.name: s.check(trainer, lit) for s in settings._settings}
-    asked = [s.name for s in settings._settings if s.is_asked and found[s.name]]
-    assert asked == []
+    return trainer
+
+
+def problems_of(callback: MemSaveCallback, trainer: Any) -> dict[str, Any]:
+    """Each process asks itself this before it trains; none has to be started for it."""
+    lit, settings = make_lit(), callback._settings._settings
+    return {s.name: (s.is_asked, s.check(trainer, lit)) for s in settings}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_processes_are_not_refused(strategy, preset):
+    found = problems_of(MemSaveCallback(preset=preset), trainer_of(strategy))
+    assert [name for name, (is_asked, problems) in found.items() if is_asked and problems] == []
     if preset in ("bitwise", "single_gpu"):
-        (problem,) = found[UPDATES]
+        (problem,) = found[UPDATES][1]
         assert "shares gradients between processes" in problem.why
         assert "`optimizer_in_backward=None`" in problem.fix
     if preset in ("classic", "single_gpu") and strategy == "fsdp":
-        assert "shards parameters" in found["optimizer"][0].why
+        assert "shards parameters" in found["optimizer"][1][0].why
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "value", "message"),
+    [
+        ("ddp", UPDATES, True, "`DDPStrategy` shares gradients"),
+        ("fsdp", UPDATES, True, "`FSDPStrategy` shares gradients"),
+        ("ddp", WEIGHTS, "kahan", "it fixes the type of gradients"),
+        ("fsdp", WEIGHTS, "kahan", "`FSDPStrategy` decides itself"),
+        ("fsdp", "chunked_cross_entropy", True, "`FSDPStrategy` may have freed"),
+    ],
+)
+def test_several_processes_are_refused_by_a_value(strategy, name, value, message):
+    is_asked, problems = problems_of(only(**{name: value}), trainer_of(strategy))[name]
+    assert is_asked
+    assert any(message in problem.why for problem in problems)

@@ -25,7 +25,6 @@ from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import effective_settings
 from lightning_memsave.core.out_of_memory import is_out_of_memory
-from lightning_memsave.core.technique import Row
 from lightning_memsave.prediction import predict as prediction
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
@@ -71,14 +70,6 @@ def roberta() -> nn.Module:
     )
 
 
-def gpt2() -> nn.Module:
-    """Of equal sizes wherever possible: its backward has several moments with the same peak."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=1000, n_embd=128, n_layer=3, n_head=4)
-    return WithLoss(GPT2LMHeadModel(config), lambda model, ids: model(ids, labels=ids).loss)
-
-
 def tokens(self: Any = None) -> DataLoader[Tensor]:
     ids = torch.randint(2, 300, (16, 32), generator=torch.Generator().manual_seed(4))
     ids[:, 24:] = 1  # padding
@@ -107,7 +98,7 @@ def assert_peak(rel: float = 1e-3) -> tuple[Any, Any]:
 
 
 class TestPredictedEqualsMeasured:
-    @pytest.mark.parametrize("make", [conv_net, roberta, gpt2], ids=["conv", "roberta", "gpt2"])
+    @pytest.mark.parametrize("make", [conv_net, roberta], ids=["conv", "roberta"])
     def test_bare_callback(self, package, make):
         callback = MemSaveCallback()
         lit = make_lit(package, make())
@@ -159,19 +150,6 @@ class TestPredictedEqualsMeasured:
         assert hosts[1] < hosts[0]
         assert callback.prediction.kept_gradient_bytes > 0
         assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
-
-    def test_schedules_that_ask_the_trainer(self):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters())
-            schedule = torch.optim.lr_scheduler.OneCycleLR(
-                optimizer, 0.1, total_steps=self.trainer.max_steps
-            )
-            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / self.trainer.max_epochs)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-        lit = make_lit(configure_optimizers=configure_optimizers)
-        fit(lit, callback := MemSaveCallback(), max_epochs=2)
-        assert_is_predicted(callback)
 
     def test_modules_that_skip_their_first_batch_or_leave_the_epoch(self):
         skips = {"on_train_batch_start": lambda self, batch, batch_idx: -1}
@@ -246,7 +224,9 @@ class TestTrainingIsTheSame:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+            steps = self.trainer.estimated_stepping_batches  # of the Trainer of the fit
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / self.trainer.max_epochs)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
         def run(predict: bool) -> dict[str, Any]:
@@ -670,23 +650,10 @@ def test_copies_of_buffers_for_a_repeated_batch_need_no_memory_of_the_device(los
     assert_peak()
 
 
-def test_what_gave_way_in_this_run_is_off_in_the_prediction():
-    arguments = dict(MemSaveCallback(precision="32-true").arguments)
-    rows = [
-        Row("activation_checkpointing", "'auto'", "off"),
-        Row("optimizer", "'auto'", "on"),
-        Row("optimizer", "'auto'", "off"),
-        Row("micro_batch_size", "'auto'", "on"),
-    ]
-    found = effective_settings(arguments, rows, 4)
-    assert found["activation_checkpointing"] is None
-    assert (found["optimizer"], found["micro_batch_size"]) == ("auto", 4)
-    assert found["precision"] is None
-    assert effective_settings(arguments, rows, None)["micro_batch_size"] == "auto"
-    assert effective_settings(arguments, [], 4)["micro_batch_size"] is None
-    belonging = arguments | {"blocks": "Block", "host_budget": "1GiB"}
-    assert effective_settings(belonging, rows, None)["blocks"] is None
-    assert effective_settings(belonging, [], None)["host_budget"] is None
+def test_details_of_what_gave_way_are_off_in_the_prediction():
+    belonging = {"blocks": "Block", "host_budget": "1GiB"}
+    found = effective_settings(dict(MemSaveCallback().arguments) | belonging, [], None)
+    assert (found["blocks"], found["host_budget"]) == (None, None)
 
 
 class LoadedInWorkers(Dataset[Tensor]):

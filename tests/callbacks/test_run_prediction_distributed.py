@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import step_of
 from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer, summary_of
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report
+from tests.callbacks.ranks import RANKS, Notes
 from tests.cases import Model
 
 
@@ -64,11 +64,6 @@ SCENARIOS = {
     "accumulated": lambda: train(predict=60.0, through_ddp=True, accumulate_grad_batches=2),
     "through_ddp": lambda: train(predict=60.0, through_ddp=True),
 }
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import GPUMemoryMonitor, MemSaveCallback, MicroBatching
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, MemsaveWarning
@@ -31,18 +32,18 @@ from tests.callbacks.lit import (
     make_trainer,
     no_step,
     only,
-    peak_of,
     quiet,
     rows_of,
     without_dropout,
 )
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
+from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 from tests.cases import WIDTH, BatchNormModel, Model
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 pytestmark = pytest.mark.usefixtures("no_prediction", "any_saving_counts")
 
 SIZES = ((4, 4, 4, 4, 3), (4, 4, 4, 4, 1))  # of the batches of each rank
+EQUAL_SIZES = (4, 4, 4, 3)
 EVEN_SIZES = ((4, 4, 4, 4, 4), (4, 4, 4, 4, 2))  # batch normalisation needs two samples in a part
 
 
@@ -86,14 +87,17 @@ class SparseOnOneRank(SparseModel):
         return super().uses(x) if rank_of_this_process() == 0 else x.mean(-1) < -0.1
 
 
-def batches(sizes: tuple[int, ...]) -> list[Tensor]:
+def batches(sizes: tuple[int, ...], rank: int | None = None) -> list[Tensor]:
     shares = Vectors(RANKS * sum(sizes)).data
-    start = rank_of_this_process() * sum(sizes)
+    start = (rank_of_this_process() if rank is None else rank) * sum(sizes)
     return list(shares[start : start + sum(sizes)].split(sizes))
 
 
 def make(
-    model_class: type[nn.Module] = Model, *, mode: OutOfMemoryAt | None = None, **methods: Any
+    model_class: Callable[[], nn.Module] = Model,
+    *,
+    mode: OutOfMemoryAt | None = None,
+    **methods: Any,
 ) -> Any:
     """A module whose ranks have batches of other lengths; memory runs out where ``mode`` says."""
     torch.manual_seed(1)
@@ -234,19 +238,16 @@ def run_out(name: str, window: int, place: str, batch: int, rank: int) -> Notes:
 
 
 PLACES = {
-    f"{name} {window} {place} {batch} {rank}": (name, window, place, batch, rank)
-    for name, window, batch, rank in (
-        ("plain", 1, 0, 1),
-        ("plain", 3, 1, 1),
-        ("plain", 3, 2, 0),
-        ("batch_norm", 1, 1, 1),
-        ("batch_norm", 3, 0, 1),  # where DDP shares buffers and no gradients
-        ("batch_norm", 3, 1, 1),
-        ("batch_norm", 3, 3, 0),
-        ("one_rank", 3, 1, 1),
+    " ".join(map(str, place)): place
+    for place in (
+        ("plain", 1, "forward", 0, 1),
+        ("plain", 3, "backward", 2, 0),
+        ("batch_norm", 3, "forward", 0, 1),  # where DDP shares buffers and no gradients
+        ("batch_norm", 3, "backward", 3, 0),
+        ("one_rank", 3, "backward", 1, 1),
     )
-    for place in ("forward", "backward")
 }
+"""Model, window, place, batch and rank."""
 
 
 def num_tries(key: str) -> list[int]:
@@ -254,10 +255,6 @@ def num_tries(key: str) -> list[int]:
     name, _, _, batch, _ = PLACES[key]
     sizes = EVEN_SIZES if DDP_MODELS[name][0] is BatchNormModel else SIZES
     return [batch + 1 + sum(-(-n // 2) for n in of_rank[batch:]) for of_rank in sizes]
-
-
-# One of each model and window, forward or backward: in `make test` these alone.
-OFTEN = [key for number, key in enumerate(PLACES) if number in (0, 5, 8, 13, 15)]
 
 
 def run_against_plain() -> Notes:
@@ -297,21 +294,6 @@ def run_exhausted() -> Notes:
         }
         for window in (1, 3)
     }
-
-
-def run_after_probe() -> Notes:
-    """Who passes each batch, and what is said when memory runs out in the fourth."""
-    seen: list[str] = []
-
-    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
-        if torch.is_grad_enabled():  # not in the proof
-            seen.append(type(self.trainer.strategy.model).__name__)
-        if batch_idx == 3:
-            raise torch.OutOfMemoryError(MESSAGE)
-        return self.model(batch)
-
-    raised = raised_by(lambda: train(make(training_step=training_step), only("auto")))
-    return {"seen": seen, "raised": raised}
 
 
 SGD: Notes = {"configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=0.1)}
@@ -376,15 +358,6 @@ def run_gives_way() -> Notes:
     return notes
 
 
-def run_everything() -> Notes:
-    """The bare callback, with precision and accumulation, under DDP."""
-    callback = MemSaveCallback(precision="bf16-mixed", accumulate_grad_batches=2, report=False)
-    notes = train(make(), callback)
-    notes["rows"] = {row.name: row.status for row in callback.rows}
-    notes["peak_bytes"] = peak_of(callback)
-    return notes
-
-
 def run_precision(make: Any = make, train: Any = train) -> Notes:
     notes: Notes = {}
     for precision in ("bf16-mixed", "bf16-true"):
@@ -408,7 +381,7 @@ def shard(self: Any) -> None:
 
 
 def sharded(model_class: type[nn.Module] = Model, **methods: Any) -> Any:
-    equal_batches = lambda self: loader_of(batches((4, 4, 4, 3)))  # noqa: E731
+    equal_batches = lambda self: loader_of(batches(EQUAL_SIZES))  # noqa: E731
     defaults = {"configure_model": shard, "train_dataloader": equal_batches}
     return make(model_class, **(defaults | methods))
 
@@ -440,20 +413,30 @@ def run_fsdp2_fixed() -> Notes:
     return notes
 
 
-def run_fsdp2_accumulation() -> Notes:
-    """Windows of 3 and 1: the second is scaled by its own length, unlike in Lightning."""
+def accumulated(make: Any, train: Any, window: int, **methods: Any) -> Notes:
+    """The gradient before each step: the last window is scaled by its own length."""
     seen: list[list[float]] = []
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         seen.append(full(self.model.head.weight.grad).flatten().tolist())
 
-    methods: Notes = {
+    own: Notes = {
         "on_before_optimizer_step": on_before_optimizer_step,
         "configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=0.0),
     }
-    callback = only(None, accumulate_grad_batches=3)
-    train_sharded(exact(sharded(**methods)), callback)
+    callback = only(None, accumulate_grad_batches=window)
+    train(exact(make(**own, **methods)), callback)
     return {"gradients": seen, "row": row(callback, "accumulate_grad_batches")}
+
+
+class Stream(IterableDataset[Tensor]):
+    """A loader over it does not know how many batches there are."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(batches(EQUAL_SIZES))
+
+
+STREAMED: Notes = {"train_dataloader": lambda self: DataLoader(Stream(), batch_size=None)}
 
 
 def run_fsdp2_monitor() -> Notes:
@@ -524,37 +507,29 @@ def run_fsdp1() -> Notes:
 SCENARIOS: dict[str, Callable[[], Notes]] = {
     **{f"fixed_{name}": functools.partial(fixed, name) for name in DDP_MODELS if name in FIXED},
     **{f"whole_{name}": functools.partial(whole, name) for name in DDP_MODELS},
-    "places": lambda: {key: run_out(*PLACES[key]) for key in OFTEN},
+    "places": lambda: {key: run_out(*place) for key, place in PLACES.items()},
     "against_plain": run_against_plain,
     "exhausted": run_exhausted,
-    "after_probe": run_after_probe,
     "sparse": run_sparse,
     "evaluation": run_evaluation,
     "gives_way": run_gives_way,
-    "everything": run_everything,
     "precision": run_precision,
     "fsdp2_checkpointing": run_fsdp2_checkpointing,
     "fsdp2_precision": run_fsdp2_precision,
     "fsdp2_fixed": run_fsdp2_fixed,
-    "fsdp2_accumulation": run_fsdp2_accumulation,
+    "accumulation": lambda: {
+        "known length 2": accumulated(make, train, 2),
+        "unknown length 3": accumulated(make, train, 3, **STREAMED),
+        "FSDP2 3": accumulated(sharded, train_sharded, 3),
+    },
     "fsdp2_monitor": run_fsdp2_monitor,
     "fsdp2_refused": run_fsdp2_refused,
     "fsdp1": run_fsdp1,
 }
-MORE_SCENARIOS: dict[str, Callable[[], Notes]] = {
-    "other_places": lambda: {key: run_out(*PLACES[key]) for key in PLACES if key not in OFTEN}
-}
-
-
 # --- what pytest compares ---
 
 
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 def assert_near(values: list[float], truth: Any) -> None:
@@ -590,13 +565,10 @@ class TestDDP:
         for notes in report(f"whole_{name}"):
             assert notes[f"ours {window}"] == notes[f"plain {window}"]
 
-    @pytest.mark.parametrize(
-        "key", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.exhaustive) for k in PLACES]
-    )
+    @pytest.mark.parametrize("key", PLACES)
     def test_out_of_memory_on_one_rank(self, report, key):
         """Both go on as if they had begun this batch with the smaller size, bit for bit."""
-        scenario = "places" if key in OFTEN else "other_places"
-        first, second = (notes[key] for notes in report(scenario))
+        first, second = (notes[key] for notes in report("places"))
         for rank, notes in enumerate((first, second)):
             assert notes["size"] == 2
             assert notes["ours"] == notes["smaller"]
@@ -623,14 +595,6 @@ class TestDDP:
         assert MESSAGE in second["raised"][1]
         assert first["parameters"] == second["parameters"]
 
-    def test_processes_train_under_ddp_itself_after_two_steps(self, report):
-        for rank, notes in enumerate(report("after_probe")):
-            assert notes["seen"] == ["Lit"] * 2 + ["DistributedDataParallel"] * 2
-            kind, message = notes["raised"]
-            assert kind == MemoryExhaustedError.__name__
-            assert f"4 samples at once on rank {rank}, after 3 optimizer steps" in message
-            assert "`micro_batch_size=2`" in message
-
     def test_sparse_gradients(self, report):
         for notes in report("sparse"):
             for size in ("auto", "2"):
@@ -643,7 +607,7 @@ class TestDDP:
             optimizer.zero_grad()
             for rank in range(RANKS):
                 monkeypatch.setenv("RANK", str(rank))
-                batch = batches(SIZES[rank])[batch_idx].double()
+                batch = batches(SIZES[rank], rank)[batch_idx].double()
                 used.append(lit.model.uses(batch).any())
                 (lit.model(batch) / RANKS).backward()
             optimizer.step()
@@ -682,13 +646,19 @@ class TestDDP:
             assert notes[precision]["ours"] == notes[precision]["plain"]
             assert notes[precision]["ours"] != notes["32-true"]
 
-    def test_everything_at_once(self, report):
-        first, second = report("everything")
-        # The line of what only a preset would switch on apart, and what several processes ask for.
-        off = {name for name, status in first["rows"].items() if status != "on"}
-        assert off == {"preset", "evaluation"}
-        assert first["parameters"] == second["parameters"]
-        assert first["peak_bytes"] == second["peak_bytes"] > 0
+    @pytest.mark.parametrize("key", ["known length 2", "unknown length 3", "FSDP2 3"])
+    def test_gradient_is_the_mean_over_window_and_ranks(self, report, key):
+        lit, window = exact(make()), int(key[-1])
+        sizes = [*SIZES] if key == "known length 2" else [EQUAL_SIZES] * RANKS
+        shares = [batches(of_rank, rank) for rank, of_rank in enumerate(sizes)]
+        for notes in report("accumulation"):
+            assert notes[key]["row"][0] == "on"
+            starts = range(0, len(shares[0]), window)
+            for gradient, start in zip(notes[key]["gradients"], starts, strict=True):
+                lit.zero_grad()
+                both = [batch for share in shares for batch in share[start : start + window]]
+                torch.stack([lit.model(batch.double()) for batch in both]).mean().backward()
+                assert_near(gradient, lit.model.head.weight.grad)
 
 
 @slow
@@ -701,20 +671,6 @@ class TestFSDP2:
     def test_precision_with_a_scaler_is_refused(self, report):
         for notes in report("fsdp2_precision"):
             assert "no gradient scaler" in notes["refused"][1]
-
-    def test_a_short_window_is_divided_by_its_own_length(self, report):
-        lit = exact(make())
-        both = [Vectors(RANKS * 15).data[start : start + 15] for start in (0, 15)]
-        shares = [share.double().split((4, 4, 4, 3)) for share in both]
-        for notes in report("fsdp2_accumulation"):
-            assert notes["row"][0] == "on"
-            windows = (slice(0, 3), slice(3, 4))
-            assert len(notes["gradients"]) == len(windows)
-            for gradient, window in zip(notes["gradients"], windows, strict=True):
-                lit.zero_grad()
-                losses = [lit.model(batch) for share in shares for batch in share[window]]
-                torch.stack(losses).mean().backward()
-                assert_near(gradient, lit.model.head.weight.grad)
 
     def test_the_monitor_counts_the_share_of_a_rank(self, report):
         first, second = report("fsdp2_monitor")

@@ -7,26 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import (
     LIGHTNING,
     callback_with,
     fit,
     late,
-    loader,
     make_lit,
     make_trainer,
-    no_step,
     quiet,
     rows_of,
 )
-from tests.cases import make_batch
-from tests.helpers import snapshot
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
-
-BF16 = torch.bfloat16
 
 
 def only(**settings: Any) -> MemSaveCallback:
@@ -37,35 +31,6 @@ def only(**settings: Any) -> MemSaveCallback:
 
 def row_of(callback: MemSaveCallback, name: str = "low_precision_weights") -> Any:
     return rows_of(callback)[name]
-
-
-class TestCallsOutsideOfSteps:
-    @pytest.mark.parametrize("is_in_autocast", [True, False])
-    def test_need_autocast(self, is_in_autocast):
-        """Lightning enters it around the steps alone."""
-        dtypes = set()
-
-        def sample(self: Any) -> None:
-            with torch.no_grad(), torch.autocast("cpu", BF16, enabled=is_in_autocast):
-                self.model(make_batch(0))
-                dtypes.add(self.model.head(make_batch(0)).dtype)
-
-        lit = make_lit(on_train_epoch_end=sample)
-        if is_in_autocast:
-            fit(lit, only())
-            assert dtypes == {BF16}
-            return
-        with pytest.raises(RuntimeError, match="dtype"):
-            fit(lit, only())
-
-    def test_are_as_before_when_it_is_over(self, package):
-        lit = make_lit(package)
-        before, keys = snapshot(lit), list(lit.state_dict())
-        trainer = make_trainer(package, only())
-        trainer.fit(lit)
-        assert list(lit.state_dict()) == keys
-        after = snapshot(lit)
-        assert all(after[name][3] == before[name][3] for name in before if name)
 
 
 class TestOtherCallbacks:
@@ -156,37 +121,6 @@ class TestTable:
         assert "gradients summed in float32" in row_of(callback).details[-1]
 
 
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam])
-def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_preset(cls, package):
-    layouts = set()
-
-    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.model(batch.abs().mul(10).long().clamp(max=1000)).square().mean()
-
-    def configure_optimizers(self: Any) -> Any:
-        table = self.model[0].weight
-        trained = [table] if cls is torch.optim.SparseAdam else self.parameters()
-        self.hooks = [table.register_hook(lambda grad: layouts.add(grad.layout))]
-        return cls(trained, lr=0.1)
-
-    lit = make_lit(
-        package,
-        nn.Sequential(nn.Embedding(2000, 64, sparse=True), nn.Linear(64, 64)),
-        training_step=training_step,
-        validation_step=no_step,
-        configure_optimizers=configure_optimizers,
-    )
-    before = lit.model[0].weight.detach().clone()
-    off: Any = dict.fromkeys(("optimizer", "attention", "chunked_cross_entropy"))
-    callback = quiet(None, preset="single_gpu", **off)
-    make_trainer(package, callback).fit(lit, loader())
-    assert layouts == {torch.sparse_coo}
-    assert "1 sparse" in row_of(callback).details[0]
-    changed = (lit.model[0].weight != before).any(1)
-    assert changed[:1001].any()
-    assert not changed[1001:].any()
-
-
 class TestMessages:
     @pytest.mark.parametrize(
         ("settings", "trainer", "is_bf16"),
@@ -212,12 +146,3 @@ class TestMessages:
         assert way in str(caught.value)
         out: dict[str, Any] = {"precision": precision, "low_precision_weights": None}
         fit(lit, MemSaveCallback(**preset, **out), **trainer)
-
-    @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-    def test_lead_out_before_there_is_a_trainer(self, precision):
-        with pytest.raises(ConfigurationError) as caught:
-            MemSaveCallback(precision=precision, low_precision_weights="stochastic")
-        message = str(caught.value)
-        assert "`low_precision_weights='stochastic'` computes in bfloat16" in message
-        assert "or set `low_precision_weights=None`" in message
-        MemSaveCallback(preset="single_gpu", precision=precision, low_precision_weights=None)

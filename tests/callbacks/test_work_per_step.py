@@ -1,6 +1,5 @@
 """What the callback itself does in a step, once the first ones have shown what steps need."""
 
-import functools
 import sys
 from collections import Counter
 from typing import Any, cast
@@ -11,9 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import GPUMemoryMonitor
-from lightning_memsave.techniques.micro_batching import training_state
 from tests.callbacks.lit import (
-    SmallerFrom,
     assert_same,
     callback_with,
     fit,
@@ -99,86 +96,30 @@ def test_does_not_grow_with_the_model(settings):
     assert 0 < few < 40_000
 
 
-class Stateful(nn.Module):
-    """Every kind of state that a step changes, in modules of their own, beside one it does not."""
-
-    counter: Any
+class ChangesLate(nn.Module):
+    """A module inside changes in its fifth step, and memory runs out in the sixth."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-        self.drop = nn.Dropout(0.5)
-        self.head = nn.Linear(6, 1)
-        self.through_data = nn.Module()
-        self.through_data.register_buffer("count", torch.zeros(1))
-        self.counter = nn.Module()
-        self.counter.__class__ = type("Counter", (nn.Module,), {})
-        self.counter.calls = 0
-        self.idle = nn.BatchNorm1d(6)
-        self.fails_at = -1
-        self.fails_with = 4
+        self.head, self.idle, self.calls = nn.Linear(6, 1), nn.BatchNorm1d(6), 0
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = self.drop(self.norm(batch))
-        if torch.is_grad_enabled():
-            self.through_data.count.data.add_(1)
-            self.counter.calls += 1
-            if len(batch) >= self.fails_with and self.fails_at == self.counter.calls:
-                raise torch.OutOfMemoryError(MESSAGE)
-        return (
-            self.head(hidden * (1 + self.through_data.count * self.counter.calls)).square().mean()
-        )
-
-
-def fit_stateful(fails_at: int = -1, smaller_from: int | None = None) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = Stateful()
-    model.fails_at = fails_at
-    data = DataLoader(cast(Any, torch.randn(40, 6)), batch_size=4)
-    lit = make_lit(model=model, training_step=model_step, train_dataloader=lambda self: data)
-    callback = only("auto")
-    smaller = SmallerFrom(callback, smaller_from)
-    torch.manual_seed(1)
-    limits: Any = {"limit_val_batches": 0, "limit_train_batches": 8}
-    return fit(lit, callback, smaller, **limits), callback
-
-
-@pytest.mark.filterwarnings(RETRIED, "ignore:.*and batch normalisation")
-def test_a_batch_is_repeated_from_the_state_before_it_long_after_the_first_steps(monkeypatch):
-    saved = []
-    init = training_state.TrainingState.__init__
-
-    @functools.wraps(init)
-    def noted(self, module, *, gradients, known=None):
-        saved.append(None if known is None else {type(m).__name__ for m in known.changing})
-        init(self, module, gradients=gradients, known=known)
-
-    monkeypatch.setattr(training_state.TrainingState, "__init__", noted)
-    result, callback = fit_stateful(fails_at=7)
-    assert callback._micro_batches.size == 2
-    assert saved[:2] == [None, None]
-    # Neither the linear layer nor the batch normalisation that no step reaches.
-    changing = {"Lit", "Stateful", "BatchNorm1d", "Module", "Counter"}
-    assert [s for s in saved[2:] if s is None] == []
-    assert all(s >= changing - {"Lit", "Stateful"} and "Linear" not in s for s in saved[2:])
-    monkeypatch.undo()
-    assert_same(result, fit_stateful(smaller_from=6)[0])
+        self.calls += torch.is_grad_enabled()  # not in the proof
+        if self.calls == 5:
+            self.idle(batch)
+        if self.calls == 6 and len(batch) == 4:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return self.head(batch).square().mean()
 
 
 @pytest.mark.filterwarnings(RETRIED, "ignore:.*and batch normalisation")
 def test_what_changed_for_the_first_time_is_said():
     """A module that the watched steps left alone, and that this step or a hook has changed."""
-    forward = Stateful.forward
-
-    def also_idle(self, batch):
-        if self.counter.calls == 5 and torch.is_grad_enabled():
-            self.idle(batch)
-        return forward(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stateful, "forward", also_idle)
-        with pytest.warns(match="`model.idle` stay as they are"):
-            fit_stateful(fails_at=6)
+    data = DataLoader(cast(Any, torch.randn(40, 6)), batch_size=4)
+    loaders = {"train_dataloader": lambda self: data}
+    lit = make_lit(model=ChangesLate(), training_step=model_step, **loaders)
+    with pytest.warns(match="`model.idle` stay as they are"):
+        fit(lit, only("auto"), limit_val_batches=0, limit_train_batches=8)
 
 
 @pytest.mark.parametrize("settings", [{"precision": "32-true"}, {"micro_batch_size": "auto"}])

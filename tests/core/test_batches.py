@@ -10,12 +10,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import MaskedLMOutput
 
-from lightning_memsave.core.nested import (
-    count_samples,
-    merge_outputs,
-    pick_samples,
-    split_samples,
-)
+from lightning_memsave.core.nested import count_samples, merge_outputs, pick_samples, split_samples
 from lightning_memsave.errors import IncompatibleError
 
 Point = namedtuple("Point", "x y")

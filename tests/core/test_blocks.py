@@ -1,22 +1,10 @@
-from typing import Any
-
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from lightning_memsave.core.blocks import find_blocks, repeated_classes
 from lightning_memsave.errors import ConfigurationError
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+from tests.techniques.hugging_face import tiny
 
 
 def classes_and_counts(model: nn.Module) -> dict[str, int]:
@@ -24,50 +12,22 @@ def classes_and_counts(model: nn.Module) -> dict[str, int]:
     return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
-@pytest.mark.parametrize(
-    ("config", "blocks"),
-    [
-        (transformers.BertConfig(**SMALL), {"BertLayer": 3}),
-        (transformers.RobertaConfig(**SMALL), {"RobertaLayer": 3}),
-        (
-            transformers.DistilBertConfig(vocab_size=50, dim=16, n_layers=3, n_heads=2),
-            {"TransformerBlock": 3},
-        ),
-        (
-            transformers.GPT2Config(
-                vocab_size=50, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=1
-            ),
-            {"GPT2Block": 3},
-        ),
-        (transformers.LlamaConfig(**SMALL), {"LlamaDecoderLayer": 3}),
-        (transformers.MistralConfig(**SMALL, num_key_value_heads=1), {"MistralDecoderLayer": 3}),
-        (transformers.Qwen2Config(**SMALL, num_key_value_heads=1), {"Qwen2DecoderLayer": 3}),
-        (
-            transformers.T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=3, num_heads=2),
-            {"T5Block": 6},
-        ),
-        (
-            transformers.BartConfig(
-                vocab_size=50,
-                d_model=16,
-                encoder_layers=2,
-                decoder_layers=3,
-                encoder_attention_heads=2,
-                decoder_attention_heads=2,
-            ),
-            {"BartEncoderLayer": 2, "BartDecoderLayer": 3},
-        ),
-        (
-            transformers.ViTConfig(
-                hidden_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=32
-            ),
-            {"ViTLayer": 3},
-        ),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, dict) else "",
-)
-def test_finds_blocks_of_hugging_face_families(config, blocks):
-    assert classes_and_counts(transformers.AutoModel.from_config(config)) == blocks
+FAMILIES: dict[str, dict[str, int]] = {
+    "bert": {"BertLayer": 3},
+    "distilbert": {"TransformerBlock": 3},
+    "gpt2": {"GPT2Block": 3},
+    "llama": {"LlamaDecoderLayer": 3},
+    "t5": {"T5Block": 6},
+    "bart BartModel": {"BartEncoderLayer": 3, "BartDecoderLayer": 3},
+    "vit": {"ViTLayer": 3},
+    "swin": {"SwinLayer": 8},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_finds_blocks_of_hugging_face_families(family):
+    """In Swin the layers, and not the stages around them."""
+    assert classes_and_counts(tiny(*family.split())) == FAMILIES[family]
 
 
 class Mlp(nn.Module):
@@ -115,13 +75,6 @@ def test_takes_blocks_not_the_stages_around_them():
     assert classes_and_counts(nn.ModuleDict({"layers": stages})) == {"Mlp": 12}
 
 
-def test_takes_swin_layers_not_the_stages_around_them():
-    config = transformers.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=8, depths=[2, 4], num_heads=[2, 2], window_size=4
-    )
-    assert classes_and_counts(transformers.SwinModel(config)) == {"SwinLayer": 6}
-
-
 class MoeLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -158,18 +111,10 @@ def test_finds_torch_encoder_and_decoder():
 
 
 def test_finds_several_families_in_one_model():
-    vit = transformers.ViTModel(
-        transformers.ViTConfig(
-            hidden_size=16,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=32,
-        )
-    )
+    vit = tiny("vit")
     decoder = nn.ModuleList([Mlp(16) for _ in range(3)])
     model = nn.ModuleDict({"encoder": vit, "decoder": decoder})
-    assert classes_and_counts(model) == {"ViTLayer": 2, "Mlp": 3}
+    assert classes_and_counts(model) == {"ViTLayer": 3, "Mlp": 3}
 
 
 def test_small_repeated_parts_beside_the_transformer_are_no_blocks():

@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lightning_memsave.core.out_of_memory import (
-    find_out_of_memory,
-    free_unused,
-    is_out_of_memory,
-)
+from lightning_memsave.core.out_of_memory import find_out_of_memory, free_unused, is_out_of_memory
 from lightning_memsave.errors import MemoryExhaustedError
 
 # torch's own words for every error of CUDA's runtime, whatever it is.

@@ -3,12 +3,7 @@ import pickle
 
 import pytest
 
-from lightning_memsave.core.patching import (
-    is_patched_with,
-    patch_method,
-    previous_method,
-    unpatch,
-)
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method, unpatch
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
 
@@ -119,16 +114,6 @@ def test_unpatch_takes_the_patch_off_a_copy_alone():
     assert twin.add(2) == 300
 
 
-def test_unpatch_leaves_what_others_have_put_there():
-    counter = Counter(1)
-    counter.add = lambda amount: -amount  # type: ignore[method-assign]
-    earlier = counter.add
-    patch_method(counter, add)
-    unpatch(counter)
-    assert counter.add is earlier
-    assert vars(counter) == {"start": 1, "add": earlier}
-
-
 def test_unpatch_takes_hooks_of_this_package_off_a_copy():
     """Applied to the copy again, a technique would do everything twice."""
     seen: list[str] = []
@@ -146,20 +131,19 @@ def test_unpatch_takes_hooks_of_this_package_off_a_copy():
     handle.undo()
 
 
+@pytest.mark.parametrize("is_over", [True, False])
 @pytest.mark.parametrize("is_undone_before", [True, False])
-def test_unpatch_leaves_a_method_that_was_put_over_the_patch(is_undone_before):
-    counter = Counter(1)
-    undo = patch_method(counter, add)
+def test_unpatch_leaves_a_method_that_was_put_there_before_or_after(is_undone_before, is_over):
+    counter, static = Counter(1), Static()
+    undo = patch_method(counter, add) if is_over else None
     counter.add = lambda amount: -amount  # type: ignore[method-assign]
-    over = counter.add
+    own = counter.add
+    undo = undo or patch_method(counter, add)
     if is_undone_before:
         undo()
     unpatch(counter)
-    assert vars(counter) == {"start": 1, "add": over}
-
-
-def test_unpatch_of_static_methods():
-    static = Static()
+    assert counter.add is own
+    assert vars(counter) == {"start": 1, "add": own}
     patch_method(static, add)
     unpatch(static)
     assert static.add(2) == 2

@@ -12,18 +12,17 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForMaskedLM, BertConfig, BertModel
+from transformers import AutoModelForMaskedLM, BertConfig
 
 import lightning_memsave
 from lightning_memsave import (
     ActivationCheckpointing,
-    ConfigurationError,
     IncompatibleError,
     LowBitOptimizer,
     MemSaveCallback,
 )
 from lightning_memsave.modules import lightning_pytorch
-from tests.callbacks.lit import PACKAGES, assert_same, make_trainer
+from tests.callbacks.lit import PACKAGES, assert_same, fit, make_trainer, without_dropout
 from tests.modules.tiny import (
     CONFIGS,
     ONLY_CHECKPOINTING,
@@ -31,7 +30,6 @@ from tests.modules.tiny import (
     VARIANTS,
     Regression,
     batch_of,
-    fit,
     loader,
     make_lit,
     predict,
@@ -87,36 +85,6 @@ def test_is_the_model_and_the_loss_of_hugging_face(name):
     loss = lit.training_step(batch, 0)
     torch.manual_seed(5)
     assert torch.equal(loss, expected.train()(**batch).loss)
-
-
-def test_blocks_are_recomputed_in_fit_only():
-    class Counting(CheckpointedTransformer):
-        calls = 0
-
-        def on_fit_start(self):
-            for layer in self.model.bert.encoder.layer:
-                layer.attention.register_forward_hook(self.count)
-
-        def count(self, *_):
-            # The proof of what the loss is the mean over needs no gradients, and no recomputation.
-            type(self).calls += torch.is_grad_enabled()
-
-    config, task = CONFIGS["bert"]
-    lit = Counting(config, task=task, memsave={**ONLY_CHECKPOINTING, "predict": False})
-    trainer = make_trainer(limit_train_batches=1)
-    trainer.fit(lit, loader(task))
-    assert Counting.calls == 2 * 2
-    assert "forward" not in vars(lit.model.bert.encoder.layer[0])
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.usefixtures("any_saving_counts")
-def test_the_optimizer_is_8_bit_by_default(package, tmp_path):
-    lit = make_lit("bert", package)
-    trainer = fit(lit, package=PACKAGES[package], default_root_dir=tmp_path)[2]
-    assert type(trainer.optimizers[0]).__module__.startswith(("bitsandbytes", "lightning_memsave"))
-    states = trainer.optimizers[0].state.values()
-    assert any(t.dtype == torch.uint8 for s in states for t in s.values() if torch.is_tensor(t))
 
 
 def test_the_callback_of_the_trainer_wins():
@@ -292,6 +260,11 @@ def test_a_network_of_hugging_face_in_a_subclass_uses_our_steps():
             super().__init__(task="masked_lm", memsave=ONLY_CHECKPOINTING)
             self.model = make_hugging_face("bert")
 
+        def train_dataloader(self) -> Any:
+            return loader("masked_lm")
+
+        val_dataloader = train_dataloader
+
     trainer = fit(Set())[2]
     assert {"train_loss", "val_perplexity", "val_accuracy"} <= trainer.callback_metrics.keys()
 
@@ -322,6 +295,11 @@ def test_a_checkpoint_gives_the_same_predictions(name, package):
     assert torch.equal(predict(loaded), predict(lit))
     assert loaded.hparams == lit.hparams
     assert loaded.memsave == lit.memsave
+    other: Any = {"memsave": None, "learning_rate": 0.5}
+    plain = VARIANTS[package].load_from_checkpoint("tiny.ckpt", weights_only=True, **other)
+    assert plain.configure_callbacks() == []
+    assert plain.learning_rate == 0.5
+    assert make_hugging_face(name).state_dict().keys() == plain.model.state_dict().keys()
 
 
 def test_weights_of_a_folder_are_not_looked_for_again(tmp_path):
@@ -335,19 +313,6 @@ def test_weights_of_a_folder_are_not_looked_for_again(tmp_path):
     loaded = CheckpointedTransformer.load_from_checkpoint("tiny.ckpt", weights_only=True)
     assert torch.equal(predict(loaded), predict(lit))
     assert str(folder) not in str(loaded.hparams)
-
-
-def test_a_checkpoint_loads_with_and_without_memsave():
-    lit = make_lit(memsave={**ONLY_CHECKPOINTING, **QUIET})
-    trainer = make_trainer(max_epochs=1)
-    trainer.fit(lit, loader("masked_lm"))
-    trainer.save_checkpoint("tiny.ckpt")
-    loaded = CheckpointedTransformer.load_from_checkpoint(
-        "tiny.ckpt", weights_only=True, memsave=None, learning_rate=0.5
-    )
-    assert loaded.configure_callbacks() == []
-    assert loaded.learning_rate == 0.5
-    assert make_hugging_face("bert").state_dict().keys() == loaded.model.state_dict().keys()
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped():
@@ -448,23 +413,13 @@ def test_the_stock_cli_takes_it(monkeypatch):
     assert "_instantiator" not in lit.hparams
 
 
-def test_a_bare_encoder_is_refused():
-    with pytest.raises(ConfigurationError, match='`task="masked_lm"`'):
-        CheckpointedTransformer(BertModel(BertConfig(**SIZES)))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_micro_batches_give_the_training_and_the_values_of_the_whole_batch(name):
     results = []
     for size in (None, 3):
         memsave = ONLY_CHECKPOINTING | {"micro_batch_size": size}
         lit = make_lit(name, memsave=memsave, learning_rate=1e-3)
-        for module in lit.modules():  # other micro-batches draw other dropout masks
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            for attribute in ("attention_dropout", "dropout_prob"):
-                if isinstance(getattr(module, attribute, None), float):
-                    setattr(module, attribute, 0.0)
+        without_dropout(lit)  # other micro-batches draw other masks
         losses, state, trainer = fit(lit.double(), precision=None)
         results.append((losses, state, trainer.callback_metrics))
     (losses, state, metrics), (other_losses, other_state, other_metrics) = results

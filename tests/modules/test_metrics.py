@@ -8,13 +8,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import Perplexity
 
-from lightning_memsave.modules.steps import (
-    LossPerplexity,
-    WeightedMean,
-    accuracy,
-    num_targets,
-)
-from tests.callbacks.lit import PACKAGES, make_trainer
+from lightning_memsave.modules.steps import LossPerplexity, WeightedMean, accuracy, num_targets
+from tests.callbacks.lit import PACKAGES, make_trainer, without_dropout
 from tests.modules.tiny import CONFIGS, ONLY_CHECKPOINTING, VOCAB, loader, make_lit
 
 
@@ -58,12 +53,7 @@ def test_validation_equals_a_hand_computation(name, package):
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_training_perplexity_is_that_of_all_tokens_of_the_epoch(name):
     lit = make_lit(name, memsave=ONLY_CHECKPOINTING, learning_rate=1e-12)
-    lit.model.config.hidden_dropout_prob = 0.0
-    for module in lit.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+    without_dropout(lit)
     data = loader(lit.task, length=14)
     trainer = make_trainer()
     trainer.fit(lit, data, data)

@@ -21,50 +21,14 @@ from lightning_memsave import (
 from lightning_memsave.modules.lightning_pytorch import CheckpointedTransformer
 from lightning_memsave.modules.mixins import everything_off
 from lightning_memsave.techniques.registry import with_preset
-from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_trainer
+from tests.callbacks.lit import assert_same, fit, loader, make_lit, make_trainer
+from tests.callbacks.test_memory_monitor import loggers
 from tests.cases import make_model
 from tests.modules.tiny import CONFIGS
 
 
-class Logger:
-    """Keeps what it is given; a logger of either package."""
-
-    def __init__(self, package: Any) -> None:
-        self.logged: list[Any] = []
-        logged = self.logged
-
-        class Keeping(package.loggers.logger.Logger):  # type: ignore[misc]
-            name = version = "kept"
-
-            def log_metrics(self, metrics, step=None):
-                logged.append((step, metrics))
-
-            def log_hyperparams(self, *args, **kwargs):
-                pass
-
-        self.logger = Keeping()
-
-
 def make(*mixins: type, package: Any = lightning.pytorch, **attributes: Any) -> Any:
-    class Lit(*mixins, package.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.model = make_model("dropout")
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.model(batch)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-        def train_dataloader(self) -> Any:
-            return loader()
-
-    for name, value in attributes.items():
-        setattr(Lit, name, value)
-    torch.manual_seed(1)
-    return Lit()
+    return make_lit(package, "dropout", *mixins, **attributes)
 
 
 def on_in(callback: MemSaveCallback) -> list[str]:
@@ -75,7 +39,6 @@ def ours(trainer: Any) -> list[Any]:
     return [c for c in trainer.callbacks if isinstance(c, MemSaveCallback | GPUMemoryMonitor)]
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_checkpointing_gives_the_same_training_bit_for_bit(package):
     plain = fit(make(package=package), package=package)
     saving = fit(make(ActivationCheckpointingMixin, package=package), package=package)
@@ -84,7 +47,6 @@ def test_checkpointing_gives_the_same_training_bit_for_bit(package):
     assert on_in(callback) == ["early_release", "activation_checkpointing"]
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_the_optimizer_is_8_bit_and_nothing_else_changes(package):
     _, _, trainer = fit(make(LowBitOptimizerMixin, package=package), package=package)
     states = trainer.optimizers[0].state.values()
@@ -93,18 +55,15 @@ def test_the_optimizer_is_8_bit_and_nothing_else_changes(package):
     assert on_in(callback) == ["early_release", "optimizer"]
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
-def test_memory_is_logged_by_a_monitor_alone(package):
-    kept = Logger(package)
+def test_memory_is_logged_by_a_monitor_alone(package, tmp_path):
+    logger = loggers(package, tmp_path)[1]
     lit = make(MemoryLoggingMixin, package=package, log_memory_every_n_steps=2)
-    _, _, trainer = fit(lit, package=package, logger=kept.logger, log_every_n_steps=1)
+    _, _, trainer = fit(lit, package=package, logger=logger, log_every_n_steps=1)
     [monitor] = ours(trainer)
     assert isinstance(monitor, GPUMemoryMonitor)
-    steps = [step for step, metrics in kept.logged if "memory/peak_live_gib" in metrics]
-    assert steps == [1, 3, 5]  # counted from 0
+    assert [step for step, _ in logger.monitored] == [1, 3, 5]  # counted from 0
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_several_mixins_come_together(package):
     lit = make(
         ActivationCheckpointingMixin,
@@ -230,7 +189,7 @@ def test_nothing_of_it_is_in_state_or_hyperparameters():
     plain, lit = make(), make(ActivationCheckpointingMixin, MemoryLoggingMixin)
     fit(lit)
     lit.configure_callbacks()
-    assert lit.hparams == {}
+    assert Picklable([]).hparams == {}
     assert lit.state_dict().keys() == plain.state_dict().keys()
     assert [n for n, _ in lit.named_modules()] == [n for n, _ in plain.named_modules()]
 
@@ -242,6 +201,7 @@ class Picklable(
 
     def __init__(self, keep: list[Any]) -> None:
         super().__init__()
+        self.save_hyperparameters(ignore="keep")
         self.model, self.keep = make_model("dropout"), keep
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -290,7 +250,6 @@ def test_everything_off_changes_nothing():
 # --- wrong classes and attributes ---
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_a_mixin_behind_the_lightning_module_is_refused(package):
     with pytest.raises(
         ConfigurationError, match=r"class Lit\(ActivationCheckpointingMixin, LightningModule\)"

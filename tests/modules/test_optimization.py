@@ -74,23 +74,23 @@ def rates(schedule: str, warmup: float, total: float, steps: int) -> list[float]
     return values
 
 
-def test_linear():
-    assert rates("linear", 2, 6, 7) == pytest.approx([0, 0.25, 0.5, 0.375, 0.25, 0.125, 0])
+DOWN = [BASE * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(5)]
 
 
-def test_cosine():
-    down = [BASE * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(5)]
-    assert rates("cosine", 2, 6, 7) == pytest.approx([0, 0.25, *down])
-
-
-def test_constant_needs_no_number_of_steps():
-    assert rates("constant", 2, math.inf, 5) == pytest.approx([0, 0.25, 0.5, 0.5, 0.5])
-
-
-def test_a_share_is_of_all_steps():
-    assert rates("linear", 0.5, 4, 5) == rates("linear", 2, 4, 5)
-    assert rates("constant", 0.25, 8, 4) == rates("constant", 2, math.inf, 4)
-    assert rates("linear", 0.0, 4, 2) == pytest.approx([0.5, 0.375])
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "total", "expected"),
+    [
+        ("linear", 2, 6, [0, 0.25, 0.5, 0.375, 0.25, 0.125, 0]),
+        ("cosine", 2, 6, [0, 0.25, *DOWN]),
+        ("constant", 2, math.inf, [0, 0.25, 0.5, 0.5, 0.5]),
+        # A share is of all steps.
+        ("linear", 0.5, 4, [0, 0.25, 0.5, 0.25, 0]),
+        ("constant", 0.25, 8, [0, 0.25, 0.5, 0.5]),
+        ("linear", 0.0, 4, [0.5, 0.375]),
+    ],
+)
+def test_rates(schedule, warmup, total, expected):
+    assert rates(schedule, warmup, total, len(expected)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,17 +1,14 @@
 """Tiny Hugging Face configs, batches for them, and how to train them."""
 
-import copy
-from types import ModuleType
+import functools
 from typing import Any
 
-import lightning.pytorch
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import BertConfig, GPT2Config, LlamaConfig, RobertaConfig
 
 from lightning_memsave.modules import lightning_pytorch, pytorch_lightning
-from tests.callbacks.lit import Trace, make_trainer
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -43,7 +40,9 @@ ONLY_CHECKPOINTING = {
 def make_lit(name: str = "bert", package: str = "lightning", **settings: Any) -> Any:
     config, task = CONFIGS[name]
     torch.manual_seed(1)
-    return VARIANTS[package](config, task=task, **settings)
+    lit = VARIANTS[package](config, task=task, **settings)
+    lit.train_dataloader = lit.val_dataloader = functools.partial(loader, task)
+    return lit
 
 
 def loader(task: str, length: int = 16, batch_size: int = 4, num_tokens: int = 12) -> Any:
@@ -64,19 +63,6 @@ def loader(task: str, length: int = 16, batch_size: int = 4, num_tokens: int = 1
             }
         )
     return DataLoader(samples, batch_size=batch_size)
-
-
-def fit(
-    lit: Any, *callbacks: Any, package: ModuleType = lightning.pytorch, **settings: Any
-) -> tuple[list[float], dict[str, Tensor], Any]:
-    """Fit a copy, with validation; give its losses, its final state and the Trainer."""
-    lit = copy.deepcopy(lit)
-    trace = Trace(package)
-    trainer = make_trainer(package, *callbacks, trace.callback, **settings)
-    torch.manual_seed(2)
-    data = loader(lit.task or "masked_lm")
-    trainer.fit(lit, data, data)
-    return trace.losses, {k: v.clone() for k, v in lit.state_dict().items()}, trainer
 
 
 def batch_of(lit: Any) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import random
 import threading
 import warnings
@@ -29,11 +30,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.first_batch import before_strategy_setup, first_batch
-from tests.callbacks.lit import PACKAGES, Vectors, make_lit, make_trainer
+from tests.callbacks.lit import Vectors, make_lit, make_trainer
 from tests.cases import WIDTH
 from tests.helpers import seed_all
-
-packages = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 
 
 class Seen:
@@ -81,7 +80,9 @@ class Seen:
         self.draws = [torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()]
 
 
-def make_project(package: ModuleType, make_loader: Callable[[Any], Any], seen: Seen) -> Any:
+def make_project(
+    package: ModuleType, make_loader: Callable[[Any], Any], seen: Seen, **methods: Any
+) -> Any:
     def train_dataloader(self: Any) -> Any:
         seen.calls += 1
         return make_loader(self)
@@ -90,26 +91,24 @@ def make_project(package: ModuleType, make_loader: Callable[[Any], Any], seen: S
         loss: Tensor = sum(self.model(leaf) for _, leaf in leaves_of(batch))
         return loss
 
-    lit = make_lit(package)
-    hooks = {"train_dataloader": train_dataloader, "training_step": training_step}
-    lit.__class__ = type("Project", (type(lit),), hooks)
-    return lit
+    steps = {"train_dataloader": train_dataloader, "training_step": training_step}
+    return make_lit(package, **(steps | methods))
 
 
 def train(
     package: ModuleType,
     make_loader: Callable[[Any], Any],
     looks: bool,
-    *,
-    change: Callable[[Any], None] = lambda lit: None,
+    *others: Any,
+    methods: Any = None,
     **settings: Any,
 ) -> Seen:
     seen = Seen(package, looks)
-    lit = make_project(package, make_loader, seen)
-    change(lit)
-    fit = {key: settings.pop(key) for key in ("ckpt_path", "datamodule") if key in settings}
+    lit = make_project(package, make_loader, seen, **(methods or {}))
+    of_fit = {"ckpt_path", "datamodule", "train_dataloaders"} & settings.keys()
+    fit = {key: settings.pop(key) for key in of_fit}
     defaults = {"max_epochs": 2, "limit_val_batches": 0}
-    trainer = make_trainer(package, seen.callback, **(defaults | settings))
+    trainer = make_trainer(package, seen.callback, *others, **(defaults | settings))
     seed_all(2)
     random.seed(2)
     trainer.fit(lit, **fit)
@@ -204,34 +203,26 @@ class Stream(IterableDataset[Tensor]):
 class LateCollator:
     """Makes its generator in the first batch, as collators of Hugging Face do."""
 
-    rng: np.random.Generator | None = None
+    def __init__(self, rng: np.random.Generator | None = None) -> None:
+        self.rng = rng
 
-    def __call__(self, samples: list[Tensor]) -> Tensor:
+    def collate(self, samples: list[Tensor]) -> Tensor:
         if self.rng is None:
             self.rng = np.random.default_rng(3)
         return torch.stack(samples) + float(self.rng.random())
 
+    __call__ = collate
 
-class Noise:
-    """Draws from a generator of its own, in a method, a closure or a partial."""
 
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(3)
+def behind_everything() -> Callable[[list[Tensor]], Tensor]:
+    """Draws from a generator behind a closure, a partial and a method."""
+    inner, late = functools.partial(LateCollator(np.random.default_rng(3)).collate), 0
 
-    def collate(self, samples: list[Tensor]) -> Tensor:
-        return torch.stack(samples) + float(self.rng.random())
+    def collate(samples: list[Tensor]) -> Tensor:
+        return inner(samples) if samples else torch.zeros(late)  # noqa: F821
 
-    def closure(self) -> Callable[[list[Tensor]], Tensor]:
-        noise, late = self, 0
-
-        def collate(samples: list[Tensor]) -> Tensor:
-            return noise.collate(samples) if samples else torch.zeros(late)  # noqa: F821
-
-        del late  # a closure may know of names without a value
-        return collate
-
-    def partial(self) -> Callable[[list[Tensor]], Tensor]:
-        return functools.partial(Noise.collate, self)
+    del late  # a closure may know of names without a value
+    return collate
 
 
 class LoaderOfUser:
@@ -256,10 +247,10 @@ def seeded(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def combined(package_of_lit: Any, mode: str) -> Any:
-    name = type(package_of_lit).__mro__[2].__module__.split(".core")[0]
+def combined(lit: Any, mode: str) -> Any:
+    package = lit.trainer.__module__.partition(".trainer")[0]
     loaders = {"a": shuffled(), "b": [shuffled(Vectors(10), batch_size=3), shuffled()]}
-    return __import__(f"{name}.utilities", fromlist=["_"]).CombinedLoader(loaders, mode)
+    return importlib.import_module(f"{package}.utilities").CombinedLoader(loaders, mode)
 
 
 LOADERS: dict[str, Callable[[Any], Any]] = {
@@ -282,9 +273,7 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "stream": lambda lit: DataLoader(Stream(), batch_size=5),
     "stream_in_workers": lambda lit: DataLoader(Stream(), batch_size=5, num_workers=2),
     "late_collator": lambda lit: shuffled(collate_fn=LateCollator()),
-    "method": lambda lit: shuffled(collate_fn=Noise().collate),
-    "closure": lambda lit: shuffled(collate_fn=Noise().closure()),
-    "partial": lambda lit: shuffled(collate_fn=Noise().partial()),
+    "behind_everything": lambda lit: shuffled(collate_fn=behind_everything()),
     "own_loader": lambda lit: LoaderOfUser(),
     "dict": lambda lit: {"a": shuffled(), "b": shuffled(Augmented(10))},
     "list": lambda lit: [shuffled(), shuffled(Augmented(10), num_workers=1)],
@@ -298,7 +287,6 @@ pytestmark = [
 ]
 
 
-@packages
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_is_unchanged(package, name):
     plain, looked = (train(package, LOADERS[name], looks) for looks in (False, True))
@@ -312,45 +300,26 @@ def test_training_is_unchanged(package, name):
         assert all(torch.equal(a, b) for a, b in zip(shown, looked.batches[0], strict=True))
 
 
-@packages
-def test_each_sample_is_seen_once(package):
-    looked = train(package, LOADERS["workers"], True, max_epochs=1)
-    rows = torch.cat([batch for (batch,) in looked.batches])
-    assert sorted(rows.tolist()) == sorted(Vectors().data.tolist())
-
-
 def split_at_random(lit: Any) -> Any:
     return shuffled(random_split(Vectors(), [20, 4])[0])
 
 
-def draws_in_configure_optimizers(lit: Any) -> None:
-    def configure_optimizers(self: Any) -> Any:
-        torch.rand(1)
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-    lit.__class__ = type("Drawing", (type(lit),), {"configure_optimizers": configure_optimizers})
+def draws_in_configure_optimizers(self: Any) -> Any:
+    torch.rand(1)
+    return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def asks_for_steps(lit: Any) -> None:
-    def configure_optimizers(self: Any) -> Any:
-        assert self.trainer.estimated_stepping_batches == 12
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-    lit.__class__ = type("Asking", (type(lit),), {"configure_optimizers": configure_optimizers})
+def asks_for_steps(self: Any) -> Any:
+    assert self.trainer.estimated_stepping_batches == 12
+    return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def asks_for_steps_in_setup(lit: Any) -> None:
-    def setup(self: Any, stage: str) -> None:
-        assert self.trainer.estimated_stepping_batches == 12
-
-    lit.__class__ = type("Early", (type(lit),), {"setup": setup})
+def asks_for_steps_in_setup(self: Any, stage: str) -> None:
+    assert self.trainer.estimated_stepping_batches == 12
 
 
-def changes_batch_size_in_fit(lit: Any) -> None:
-    def on_fit_start(self: Any) -> None:
-        self.batch_size = 6
-
-    lit.__class__ = type("Changing", (type(lit),), {"on_fit_start": on_fit_start})
+def changes_batch_size_in_fit(self: Any) -> None:
+    self.batch_size = 6
 
 
 def of_batch_size(lit: Any) -> Any:
@@ -358,21 +327,25 @@ def of_batch_size(lit: Any) -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "draws_before": {"change": draws_in_configure_optimizers},
+    "draws_before": {"methods": {"configure_optimizers": draws_in_configure_optimizers}},
     "loader_draws": {"make_loader": split_at_random},
     # What it draws is something else by the time that Lightning asks.
     "both_draw": {
         "make_loader": split_at_random,
-        "change": draws_in_configure_optimizers,
+        "methods": {"configure_optimizers": draws_in_configure_optimizers},
         "calls": 2,
     },
-    "steps": {"change": asks_for_steps},
-    "steps_in_setup": {"change": asks_for_steps_in_setup},
+    "steps": {"methods": {"configure_optimizers": asks_for_steps}},
+    "steps_in_setup": {"methods": {"setup": asks_for_steps_in_setup}},
     "steps_in_setup_workers": {
-        "change": asks_for_steps_in_setup,
+        "methods": {"setup": asks_for_steps_in_setup},
         "make_loader": LOADERS["persistent_workers"],
     },
-    "batch_size": {"change": changes_batch_size_in_fit, "make_loader": of_batch_size, "calls": 2},
+    "batch_size": {
+        "methods": {"on_fit_start": changes_batch_size_in_fit},
+        "make_loader": of_batch_size,
+        "calls": 2,
+    },
     "overfit": {"overfit_batches": 2},
     "overfit_workers": {"overfit_batches": 2, "make_loader": LOADERS["workers"]},
     "fast_dev_run": {"fast_dev_run": True},
@@ -387,7 +360,6 @@ CASES: dict[str, dict[str, Any]] = {
 OF_SETUP = {"steps_in_setup", "steps_in_setup_workers"}
 
 
-@packages
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_unchanged_where(package, name):
@@ -400,24 +372,15 @@ def test_training_is_unchanged_where(package, name):
     assert is_shown == (name not in {"draws_before", "both_draw", "batch_size"} | OF_SETUP)
 
 
-@packages
 def test_batch_size_finder_finds_the_same(package):
-    def find(looks: bool) -> tuple[int, Seen]:
-        seen = Seen(package, looks)
-        lit = make_project(package, of_batch_size, seen)
+    found = []
+    for looks in (False, True):
         tuner = package.callbacks.BatchSizeFinder(max_trials=2, init_val=2, steps_per_trial=1)
-        trainer = make_trainer(package, seen.callback, tuner, limit_val_batches=0, max_epochs=1)
-        seed_all(2)
-        trainer.fit(lit)
-        seen.finish(lit)
-        return lit.batch_size, seen
-
-    (plain_size, plain), (size, looked) = find(False), find(True)
-    assert size == plain_size
-    assert looked.losses == plain.losses
+        seen = train(package, of_batch_size, looks, tuner, max_epochs=1)
+        found.append((tuner.optimal_batch_size, seen.losses))
+    assert found[0] == found[1]
 
 
-@packages
 @pytest.mark.parametrize("is_mid_epoch", [False, True])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 @pytest.mark.filterwarnings("ignore:.*`weights_only`:FutureWarning")
@@ -513,7 +476,6 @@ ONE_SHOT: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@packages
 @pytest.mark.parametrize("name", ONE_SHOT)
 def test_refuses_what_a_look_would_take_from_training(package, name):
     make_loader, why = ONE_SHOT[name]
@@ -553,7 +515,6 @@ class WithFile(Dataset[Tensor]):
     load_state_dict = state_dict
 
 
-@packages
 def test_files_that_are_read_by_position_are_no_obstacle(package, tmp_path):
     path = tmp_path / "data"
     path.write_bytes(bytes(range(24)))
@@ -567,7 +528,6 @@ def test_files_that_are_read_by_position_are_no_obstacle(package, tmp_path):
         dataset.file.close()
 
 
-@packages
 @pytest.mark.filterwarnings("ignore:.*returned 0 length")
 @pytest.mark.filterwarnings("ignore:Total length of .* is zero")
 @pytest.mark.parametrize("name", ["empty", "no_batches", "empty_stream"])
@@ -583,7 +543,6 @@ def test_without_batches_there_is_none(package, name):
     assert_unchanged(plain, looked)
 
 
-@packages
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 @pytest.mark.parametrize("name", ["datamodule", "loader", "loaders"])
 def test_training_is_unchanged_with_data_given_to_fit(package, name):
@@ -595,16 +554,11 @@ def test_training_is_unchanged_with_data_given_to_fit(package, name):
             return shuffled(Augmented())
 
     def run(looks: bool) -> Seen:
-        seen = Seen(package, looks)
-        lit = make_project(package, LOADERS["shuffled"], seen)
         data = {"loader": shuffled(Augmented()), "loaders": [shuffled(), shuffled()]}
-        data = {"datamodule": Data()} if name == "datamodule" else {"train_dataloaders": data[name]}
-        trainer = make_trainer(package, seen.callback, limit_val_batches=0, max_epochs=2)
-        seed_all(2)
-        random.seed(2)
-        trainer.fit(lit, **data)
-        seen.finish(lit)
-        return seen
+        given = (
+            {"datamodule": Data()} if name == "datamodule" else {"train_dataloaders": data[name]}
+        )
+        return train(package, LOADERS["shuffled"], looks, **given)
 
     plain, looked = run(False), run(True)
     assert_unchanged(plain, looked)
@@ -612,7 +566,6 @@ def test_training_is_unchanged_with_data_given_to_fit(package, name):
     assert len(calls) == (2 if name == "datamodule" else 0)
 
 
-@packages
 def test_no_iterator_or_thread_is_left(package):
     alive: list[Any] = []
     threads = set(threading.enumerate())
@@ -643,7 +596,6 @@ def test_no_iterator_or_thread_is_left(package):
     assert reference() is None
 
 
-@packages
 def test_function_runs_once_after_setup_and_before_optimizers(package):
     order: list[str] = []
 
@@ -674,13 +626,12 @@ def test_function_runs_once_after_setup_and_before_optimizers(package):
     def on_load_checkpoint(self: Any, checkpoint: Any) -> None:
         order.append("weights")
 
-    lit = make_lit(package)
-    hooks = {
-        "configure_model": configure_model,
-        "configure_optimizers": configure_optimizers,
-        "on_load_checkpoint": on_load_checkpoint,
-    }
-    lit.__class__ = type("Ordered", (type(lit),), hooks)
+    lit = make_lit(
+        package,
+        configure_model=configure_model,
+        configure_optimizers=configure_optimizers,
+        on_load_checkpoint=on_load_checkpoint,
+    )
     trainer = make_trainer(package, Callback(), Later(), max_steps=1, limit_val_batches=0)
     trainer.fit(lit)
     begin = ["setup", "later setup", "configure_model"]
@@ -692,7 +643,6 @@ def test_function_runs_once_after_setup_and_before_optimizers(package):
     assert order == [*begin, "weights", *end]
 
 
-@packages
 def test_undo_before_it_ran_leaves_nothing(package):
     trainer = make_trainer(package)
     before = dict(vars(trainer.strategy))
@@ -706,7 +656,6 @@ def test_undo_before_it_ran_leaves_nothing(package):
     assert called == []
 
 
-@packages
 def test_an_error_ends_the_fit_as_one_of_setup(package):
     seen = Seen(package, True, look=lambda trainer: first_batch(trainer) and 1 / 0)
     caught: list[BaseException] = []
@@ -724,7 +673,6 @@ def test_an_error_ends_the_fit_as_one_of_setup(package):
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
 
 
-@packages
 def test_an_error_of_the_data_is_raised_and_workers_end(package):
     class Broken(Vectors):
         def __getitem__(self, index):
@@ -738,7 +686,6 @@ def test_an_error_of_the_data_is_raised_and_workers_end(package):
     assert [worker for worker in psutil.Process().children() if worker not in before] == []
 
 
-@packages
 def test_warnings_of_lightning_come_once(package):
     counts = []
     for looks in (False, True):

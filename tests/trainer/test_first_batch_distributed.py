@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
 from lightning_memsave.trainer.first_batch import before_strategy_setup, first_batch
 from tests.callbacks.lit import Vectors, make_lit, make_trainer
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
+from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 from tests.helpers import seed_all
 
 
@@ -80,9 +80,8 @@ def train(looks: bool, loader: Any, draws_on: int | None = None, **settings: Any
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     callback = Look(looks)
-    lit = make_lit(pl)
     hooks = {"train_dataloader": train_dataloader, "configure_optimizers": configure_optimizers}
-    lit.__class__ = type("Project", (type(lit),), hooks)
+    lit = make_lit(pl, **hooks)
     defaults = {"strategy": "ddp", "max_epochs": 2, "limit_val_batches": 0, "devices": RANKS}
     trainer = make_trainer(pl, callback, **(defaults | settings))
     seed_all(3)
@@ -137,11 +136,6 @@ SCENARIOS = {
         ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 @pytest.mark.slow

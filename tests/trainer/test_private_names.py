@@ -14,6 +14,7 @@ from torch import nn
 from lightning_memsave import IncompatibleError, MemSaveCallback
 from lightning_memsave.trainer import private_names
 from lightning_memsave.trainer.private_names import COMMANDS, NAMES, TESTED, check_names
+from tests.callbacks.lit import make_trainer
 
 ROOT = Path(__file__).parents[2]
 CHECKED = [
@@ -43,11 +44,6 @@ def _everything_is_loaded():
             importlib.import_module(row.owner.partition(":")[0])
 
 
-def make_trainer(package: Any, *callbacks: Any) -> Any:
-    options: Any = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    return package.Trainer(callbacks=[*callbacks], enable_progress_bar=False, **options)
-
-
 def state_of(trainer: Any) -> list[Any]:
     """Everything that the callback may change: the objects themselves, by identity."""
     fit_loop = trainer.fit_loop
@@ -55,11 +51,6 @@ def state_of(trainer: Any) -> list[Any]:
     owners += [fit_loop.epoch_loop.automatic_optimization, trainer._accelerator_connector]
     own = [{name: id(value) for name, value in vars(owner).items()} for owner in owners]
     return [*own, [*map(id, trainer.callbacks)]]
-
-
-@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning])
-def test_all_names_are_there(package):
-    assert check_names(make_trainer(package), ALL) == []
 
 
 # What torch is made of cannot be taken away: it gets another name in the list instead.

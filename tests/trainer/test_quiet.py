@@ -88,14 +88,6 @@ def test_what_lightning_warns_of_once_is_warned_of_afterwards(package):
         cache.difference_update({"said before", "said inside"})
 
 
-def test_what_torch_warns_of_once_is_warned_of_afterwards():
-    before = torch.is_warn_always_enabled()
-    with quiet():
-        # Then torch does not note that it has warned.
-        assert torch.is_warn_always_enabled()
-    assert torch.is_warn_always_enabled() == before
-
-
 def test_what_transformers_warns_of_once_is_warned_of_afterwards():
     from transformers.utils import logging as hugging_face
 
@@ -114,14 +106,6 @@ def test_what_transformers_warns_of_once_is_warned_of_afterwards():
         assert said == ["said 1 time"]
     finally:
         logger.removeHandler(handler)
-
-
-def test_signal_handlers_come_back():
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with quiet():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-    assert before == {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 
 def test_works_outside_of_the_main_thread():
@@ -152,21 +136,19 @@ def test_no_process_group_is_seen(tmp_path):
 
 
 def test_everything_comes_back_after_an_error():
-    before = (
-        sys.stdout,
-        sys.stderr,
-        [h.filters[:] for h in logging.root.handlers],
-        torch.is_warn_always_enabled(),
-    )
-    with pytest.raises(KeyError), quiet():
+    def replaced():
+        filters = [h.filters[:] for h in logging.root.handlers]
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        return sys.stdout, sys.stderr, filters, torch.is_warn_always_enabled(), handlers
+
+    before = replaced()
+    with pytest.raises(KeyError), quiet():  # noqa: PT012 - what is done before it
+        # Then torch does not note that it has warned.
+        assert torch.is_warn_always_enabled()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: None)
         raise KeyError
-    after = (
-        sys.stdout,
-        sys.stderr,
-        [h.filters[:] for h in logging.root.handlers],
-        torch.is_warn_always_enabled(),
-    )
-    assert after == before
+    assert replaced() == before
 
 
 @pytest.mark.parametrize("package", PACKAGES)
