@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_memsave.errors import MissingDependencyError as MissingDependencyError
     from lightning_memsave.errors import NoEffectWarning as NoEffectWarning
     from lightning_memsave.measure.peak import PeakMemory as PeakMemory
+    from lightning_memsave.modules import FSDP2Strategy as FSDP2Strategy
     from lightning_memsave.modules.checkpointed_transformer import (
         CheckpointedTransformerMixin as CheckpointedTransformerMixin,
     )
@@ -83,6 +84,7 @@ _MODULES = {
     "ConfigurationError": "errors",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
+    "FSDP2Strategy": "modules",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
     "InfeasiblePlanError": "errors",
@@ -129,6 +131,7 @@ def __getattr__(name: str) -> Any:
     if name == "MemSaveCallback":  # LightningCLI looks it up here, each time
         names = importlib.import_module(f"{__name__}.callbacks.settings.names")
         names.advise_in_parsers(value)
+        importlib.import_module(f"{__name__}.modules").register_strategies()
     else:
         globals()[name] = value
     return value

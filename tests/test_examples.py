@@ -266,6 +266,19 @@ def test_two_processes():
     assert "the same weights in both: True" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_shards_in_two_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = _run("fsdp2.py", "--small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
+
+    assert "optimizer='8bit': on" in printed
+    assert "4 steps in 2 processes" in printed
+    assert "the checkpoint loads in one process, with exp_avg, exp_avg_sq, step" in printed
+
+
 RUN_NOTEBOOK = """
 import json, sys
 names = {"__name__": "__main__"}

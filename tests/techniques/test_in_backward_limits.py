@@ -99,7 +99,7 @@ def test_check_copies_no_weights():
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS", "AdEMAMix", "Adagrad8bit", "RMSprop8bit"])
 def test_takes_optimizers_of_bitsandbytes(name):
-    from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+    from lightning_memsave.techniques.low_bit_optimizer.package import (
         import_bitsandbytes,
     )
 
@@ -316,7 +316,7 @@ def test_torch_sees_a_weight_that_is_read_again_after_its_update():
 
 @pytest.mark.parametrize("is_first_step_done", [False, True])
 def test_overrides_of_bitsandbytes_are_refused(is_first_step_done):
-    from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+    from lightning_memsave.techniques.low_bit_optimizer.package import (
         import_bitsandbytes,
     )
 

@@ -469,7 +469,7 @@ def test_the_path_for_kernels_that_cuda_lacks_computes_the_same(monkeypatch):
     )
 
     expected, _, _ = train(CONVERTED["sgd"], in_32bit, dtype=torch.bfloat16)
-    monkeypatch.setattr(_PerParameterBits, "_lacks_kernel", lambda self, p: True)
+    monkeypatch.setattr(_PerParameterBits, "_lacks_kernel", lambda *_: True)
     result, _, _ = train(CONVERTED["sgd"], in_32bit, dtype=torch.bfloat16)
     assert torch.equal(result, expected)
 
@@ -492,17 +492,30 @@ def test_refuses_a_pattern_that_fits_nothing():
         LowBitOptimizer(force_8bit=("embed.*",)).apply(adamw)
 
 
-def test_refuses_dtensor_parameters():
+def test_a_dtensor_is_updated_as_the_tensor_that_it_holds():
     from torch._C._distributed_c10d import HashStore
     from torch.distributed import destroy_process_group, device_mesh, init_process_group
     from torch.distributed.tensor import distribute_tensor
 
+    plain = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    gradients = [torch.full_like(plain, value) for value in (0.5, -0.25, 1.0)]
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = device_mesh.init_device_mesh("cpu", (1,))
-        weight = nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh))
-        with pytest.raises(IncompatibleError, match="Set `optimizer=None` under FSDP2"):
-            LowBitOptimizer().apply(optim.AdamW([weight]))
+        weight: Any = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh))
+        ours, alone = (LowBitOptimizer().apply(optim.AdamW([p])).target for p in (weight, plain))
+        for gradient in gradients:
+            weight.grad, plain.grad = distribute_tensor(gradient, mesh), gradient
+            ours.step()
+            alone.step()
+        assert torch.equal(weight.to_local(), plain)
+        saved = ours.state_dict()["state"][0]
+        assert saved["exp_avg"].shape == plain.shape
+        again = LowBitOptimizer().apply(optim.AdamW([weight])).target
+        again.load_state_dict(ours.state_dict())
+        expected = alone.state[plain] | {"step": 3}
+        for key, value in again.state[weight].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[key])), key
     finally:
         destroy_process_group()
 

@@ -167,7 +167,7 @@ def test_says_what_has_no_32bit_form(base, name, reason, remedy):
 
 
 def test_state_of_an_unknown_optimizer_of_bitsandbytes_is_named():
-    from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+    from lightning_memsave.techniques.low_bit_optimizer.package import (
         import_bitsandbytes,
     )
 

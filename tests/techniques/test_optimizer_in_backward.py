@@ -29,7 +29,7 @@ from tests.techniques.in_backward import (
 
 def bitsandbytes_optimizer(name: str, **settings: Any) -> MakeOptimizer:
     def make(params: Any) -> Optimizer:
-        from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+        from lightning_memsave.techniques.low_bit_optimizer.package import (
             import_bitsandbytes,
         )
 

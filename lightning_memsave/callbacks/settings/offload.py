@@ -134,6 +134,8 @@ class OffloadSetting(ModuleSetting):
         handle = self._handle
         if handle is None:
             return 0
+        if not self.technique.has_weights:
+            return handle.memory.peak_bytes
         states = tensors_in([optimizer.state for optimizer in trainer.optimizers])
         found = [tensor.untyped_storage() for tensor in states]
         storages = {storage.data_ptr(): storage for storage in found}

@@ -5,8 +5,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
+from lightning_memsave.techniques.low_bit_optimizer.package import (
+    INSTALL,
+    find_wrong_version,
+    import_bitsandbytes,
+    unusable,
+)
+from lightning_memsave.techniques.low_bit_optimizer.sharded import are_sharded, local_shard
+from lightning_memsave.techniques.low_bit_optimizer.state import (
+    local_state_dict,
+    sharded_state_dict,
+)
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     check_states,
     reading,
@@ -42,11 +51,13 @@ def update_all(optimizer: Any) -> None:
             if param.grad is None:
                 continue
             is_new = not optimizer.state[param]
-            with _in_order(param.device):
+            with _in_order(param.device), local_shard(optimizer, param) as local:
                 if is_new:
-                    optimizer.init_state(group, param, group_index, param_index)
-                optimizer.prefetch_state(param)
-                optimizer.update_step(group, param, group_index, param_index)
+                    optimizer.init_state(group, local, group_index, param_index)
+                if not local.numel():  # of a parameter with fewer rows than there are processes
+                    continue
+                optimizer.prefetch_state(local)
+                optimizer.update_step(group, local, group_index, param_index)
             if optimizer.is_paged and param.device.type == "cuda":
                 paged_on.add(param.device)
                 # The host writes to new pages; some systems forbid that while a kernel runs.
@@ -76,8 +87,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# Older versions read other settings, and have no CPU kernels.
-_LOWEST = (0, 50)
 # Undocumented names that are used, in addition to those that `_try_step` tests.
 _PRIVATE_NAMES = {
     "bitsandbytes.functional": (
@@ -148,6 +157,7 @@ class _PerParameterBits(_Base):
         param = self.param_groups[group_index]["params"][param_index]
         family = KIND_BY_WORD[self.memsave_kind].family
         betas = {"momentum": ("momentum",), "rmsprop": ("alpha",)}.get(family)
+        is_8bit = self.uses_8bit(param)
         return {
             "betas": group["betas"] if betas is None else (group[betas[0]], 0.0),
             "eps": group["eps"] if family not in {"lion", "momentum"} else 0.0,
@@ -156,8 +166,8 @@ class _PerParameterBits(_Base):
             "alpha": 0.0,
             "t_alpha": None,
             "t_beta3": None,
-            "optim_bits": 8 if self.uses_8bit(param) else 32,
-            "min_8bit_size": self.min_8bit_size,
+            "optim_bits": 8 if is_8bit else 32,
+            "min_8bit_size": 0 if is_8bit else self.min_8bit_size,  # a shard may be smaller
             "max_unorm": 0.0,
             "skip_zeros": False,
         }
@@ -173,7 +183,7 @@ class _PerParameterBits(_Base):
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
         _check_gradient(p)
-        if self._lacks_kernel(p):
+        if self._lacks_kernel(p, group_index, param_index):
             self._update_in_float32(group, p, group_index, param_index)
             return
         if not self._couples(group) or group["weight_decay"] == 0:
@@ -189,6 +199,12 @@ class _PerParameterBits(_Base):
         finally:
             p.grad = grad
 
+    def state_dict(self) -> dict[str, Any]:
+        state_dict: dict[str, Any] = super().state_dict()
+        if not are_sharded(parameters_of(self)):
+            return state_dict
+        return sharded_state_dict(self, state_dict)
+
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         with reading():
             saved, own = (
@@ -197,6 +213,8 @@ class _PerParameterBits(_Base):
             )
             if saved == own:  # otherwise bitsandbytes raises torch's error
                 check_states(state_dict, self.param_groups)
+        if are_sharded(parameters_of(self)):
+            state_dict = local_state_dict(self, state_dict)
         # A paged state may be larger than the GPU: it is copied from the host to its pages.
         super().load_state_dict(  # type: ignore[call-arg]
             state_dict, move_to_device and not self.is_paged
@@ -242,13 +260,13 @@ class _PerParameterBits(_Base):
     def _couples(self, group: Mapping[str, Any]) -> bool:
         return self.couples_weight_decay and not group.get("decoupled_weight_decay", False)
 
-    def _lacks_kernel(self, p: torch.Tensor) -> bool:
+    def _lacks_kernel(self, p: torch.Tensor, group_index: int, param_index: int) -> bool:
         # bitsandbytes' CUDA kernels for one 32-bit state support bfloat16 for Lion only.
         return (
             p.is_cuda
             and p.dtype == torch.bfloat16
             and KIND_BY_WORD[self.memsave_kind].family in {"momentum", "rmsprop"}
-            and not self.uses_8bit(p)
+            and not self.uses_8bit(self.param_groups[group_index]["params"][param_index])
         )
 
     def _update_in_float32(
@@ -295,29 +313,11 @@ class _PerParameterBits(_Base):
         self.state[p][key] = paged
 
 
-def import_bitsandbytes(setting: str) -> Any:
-    """Import bitsandbytes on first use; `setting` is the one that needs it, for the error."""
-    why = _find_wrong_version()
-    if why is not None:
-        raise _unusable(setting, why)
-    # Without the package `kernels` it warns about a 4-bit CPU kernel that no optimizer uses.
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        import bitsandbytes  # noqa: PLC0415
-    except (ImportError, OSError, RuntimeError) as error:
-        raise _unusable(setting, f"bitsandbytes cannot be imported ({error})") from error
-    finally:
-        logger.setLevel(level)
-    return bitsandbytes
-
-
 def find_obstacle(device: torch.device) -> tuple[str, str] | None:
     """Return why bitsandbytes cannot run on a device, and what to do about it."""
     if device.type not in ("cpu", "cuda"):
         return f"8-bit optimizers are not tested on {device.type}", "Set `optimizer=None`."
-    why = _find_wrong_version()
+    why = find_wrong_version()
     # For a CPU the import, which needs seconds, can wait until an optimizer is made.
     if why is None and device.type == "cuda":
         try:
@@ -325,7 +325,7 @@ def find_obstacle(device: torch.device) -> tuple[str, str] | None:
             why = _find_lost_library() or find_changed_names()
         except MissingDependencyError as error:
             why = f"bitsandbytes cannot be imported ({error.__cause__})"
-    return None if why is None else (why, f"{_INSTALL}, or set `optimizer=None`.")
+    return None if why is None else (why, f"{INSTALL}, or set `optimizer=None`.")
 
 
 # Kernels assume, without a check, that parameter and gradient have the same type.
@@ -339,24 +339,6 @@ def _check_gradient(param: torch.Tensor) -> None:
     fix += "`LowPrecisionWeights().round_updates(optimizer)`."
     problem = Problem(f"a parameter of shape {tuple(param.shape)}", f"{why}type", fix)
     raise IncompatibleError("low_bit_optimizer", [problem])
-
-
-_INSTALL = f"Run `pip install -U 'bitsandbytes>={'.'.join(map(str, _LOWEST))}'`"
-
-
-def _unusable(setting: str, why: str) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"`{setting}` is not possible: {why}. {_INSTALL}, or set `optimizer=None`."
-    )
-
-
-def _find_wrong_version() -> str | None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return "bitsandbytes is not installed"
-    version = importlib.metadata.version("bitsandbytes")
-    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= _LOWEST:
-        return None
-    return f"bitsandbytes {version} is older than {'.'.join(map(str, _LOWEST))}"
 
 
 # Without its library, importing bitsandbytes succeeds and the first kernel raises.
@@ -428,7 +410,7 @@ def require_bitsandbytes(optimizer: torch.optim.Optimizer) -> None:
     on_gpu = any(p.is_cuda for p in parameters_of(optimizer))
     why = (on_gpu and _find_lost_library()) or find_changed_names()
     if why:
-        raise _unusable('optimizer="8bit"', why)
+        raise unusable('optimizer="8bit"', why)
 
 
 def build(

@@ -1,14 +1,14 @@
 """Convert optimizer state between torch's 32-bit and bitsandbytes' 8-bit format."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
-    import_bitsandbytes,
-)
+from lightning_memsave.techniques.low_bit_optimizer.package import import_bitsandbytes
+from lightning_memsave.techniques.low_bit_optimizer.sharded import as_local, as_sharded
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     NESTED,
     WEIGHTS_ONLY,
@@ -73,6 +73,27 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
     ):
         return state_dict
     return {**state_dict, "state": {**states, **converted}, "param_groups": filled}
+
+
+def sharded_state_dict(optimizer: Any, state_dict: StateDict) -> StateDict:
+    """Convert the state of local shards to torch's 32-bit format, sharded as parameters are."""
+    kind, found = KIND_BY_WORD[optimizer.memsave_kind], {}
+    for saved, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        for key, param in zip(saved["params"], own["params"], strict=True):
+            if state := state_dict["state"].get(key):
+                found[key] = as_sharded(_convert(state, kind, own, None), param)
+    return {**state_dict, "state": found}
+
+
+def local_state_dict(optimizer: Any, state_dict: StateDict) -> StateDict:
+    """Convert a state dict of `sharded_state_dict`, or of torch, to the format of local shards."""
+    kind, found = KIND_BY_WORD[optimizer.memsave_kind], {}
+    for i, saved in enumerate(state_dict["param_groups"]):
+        for j, key in enumerate(saved["params"]):
+            if state := state_dict["state"].get(key):
+                own, wants = optimizer.param_groups[i], _wants_8bit(optimizer, i, j)
+                found[key] = _convert(as_local(state), kind, own, wants)
+    return {**state_dict, "state": found}
 
 
 def is_bitsandbytes(state: object) -> bool:
@@ -187,8 +208,37 @@ def _quantized(moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         values, scales = functional.quantize_blockwise(
             moment.contiguous(), code=table, blocksize=BLOCKSIZE
         )
+        _keep_quantized(moment, table, values, scales.absmax)
         result |= {f"state{i}": values, f"absmax{i}": scales.absmax, f"qmap{i}": table}
     return result
+
+
+def _keep_quantized(
+    moment: torch.Tensor, table: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor
+) -> None:
+    """Give blocks that were 8-bit before their values again, bit for bit.
+
+    bitsandbytes rounds small values of a block to a neighbor of the nearest. And its signed table
+    has 1, and -0.993 but not -1: a block whose largest value is negative comes back from 8 bits
+    with a smaller one, which bitsandbytes would take for its scale.
+    """
+    padded = torch.nn.functional.pad(moment.flatten(), (0, -moment.numel() % BLOCKSIZE))
+    blocks, codes = padded.view(-1, BLOCKSIZE), values.flatten()
+    middles, largest = (table[1:] + table[:-1]) / 2, blocks.abs().amax(1)
+    guesses = [largest]
+    if table[0] < 0:
+        scale = largest / -table[0]
+        ways = (torch.full_like(scale, end) for end in (0.0, math.inf))
+        guesses += [scale, *(torch.nextafter(scale, way) for way in ways)]
+    known = torch.zeros_like(largest, dtype=torch.bool)
+    for guess in guesses:
+        found = torch.bucketize(blocks / guess[:, None], middles)
+        same = (table[found] * guess[:, None] == blocks).all(1) & ~known
+        known |= same
+        absmax[same] = guess[same]
+        chosen = same.repeat_interleave(BLOCKSIZE)[: codes.numel()]
+        codes[chosen] = found.flatten()[: codes.numel()][chosen].to(torch.uint8)
+    values.copy_(codes.view_as(values))
 
 
 def _fill_group(

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
@@ -37,7 +36,6 @@ from lightning_memsave.techniques.optimizer_kinds import (
     wrapper_problems,
 )
 from lightning_memsave.techniques.parameter_names import (
-    is_dtensor,
     problems_of_patterns,
     unmatched_patterns,
 )
@@ -227,7 +225,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         problems = []
         if facts.device is not None and (obstacle := find_obstacle(facts.device)):
             problems.append(Problem(written, *obstacle))
-        if facts.is_strategy("ModelParallelStrategy", "FSDPStrategy"):
+        if facts.is_strategy("FSDPStrategy"):
             why = f"`{facts.strategy}` shards parameters, and bitsandbytes has no kernels for that"
             fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
             problems.append(Problem(written, why, fix))
@@ -247,13 +245,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             why = "it has made steps already, and its state would be lost"
             fix = "Switch to 8 bits before the first step, or resume from a checkpoint."
             problems.append(Problem(f"`{name}` with state", why, fix))
-        if any(map(is_dtensor, parameters_of(target))):
-            what, why = (
-                f"`{name}` over DTensor parameters",
-                "bitsandbytes' kernels do not support them",
-            )
-            fix = "Set `optimizer=None` under FSDP2 and tensor parallelism."
-            problems.append(Problem(what, why, fix))
         return problems + self._unmatched_patterns(target)
 
     def _apply(self, target: torch.optim.Optimizer) -> Handle[torch.optim.Optimizer]:

@@ -187,10 +187,13 @@ class Offloading(Technique[nn.Module]):
             problems.append(Problem(written, f"`precision={facts.precision!r}` {why}", fix))
         if facts.world_size == 1 and not facts.is_strategy(*SHARDED, "DDPStrategy"):
             return problems
-        fix = "Train in one process without a strategy, or"
+        # What blocks save for backward is the process's own.
+        if not self.has_weights and facts.is_strategy("DDPStrategy", "ModelParallelStrategy"):
+            return problems
+        fix = f'Use `{self.argument}="activations"`, or train in one process without a strategy.'
         if facts.is_strategy(*SHARDED):
-            fix = "Use the strategy's own offloading, such as `CPUOffloadPolicy` of FSDP2, and"
-        fix += f" set `{self.argument}=None`."
+            own = "the strategy's own offloading, such as `CPUOffloadPolicy` of FSDP2"
+            fix = f"Use {own}, and set `{self.argument}=None`."
         why = f"`{facts.strategy}` moves weights and gradients itself"
         return [*problems, Problem(written, why, fix)]
 

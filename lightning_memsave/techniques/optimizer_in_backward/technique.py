@@ -26,6 +26,7 @@ from lightning_memsave.techniques.optimizer_step import (
     in_backward_of,
     updates_each_alone,
 )
+from lightning_memsave.techniques.parameter_names import is_dtensor
 from lightning_memsave.techniques.residences import residence_among
 from lightning_memsave.units import format_bytes
 
@@ -177,8 +178,18 @@ class OptimizerInBackward(Technique[Optimizer]):
                     "what it does to gradients, learning rates or weight decay has no effect",
                     f"Remove that method, or {off}.",
                 )
+        yield from self._reasons_against_strategy(facts)
+
+    def _reasons_against_strategy(self, facts: TrainerFacts) -> Iterator[tuple[str, str]]:
+        off = f"set `{self.argument}=None`"
+        if facts.is_strategy("ModelParallelStrategy"):  # FSDP2 calls hooks of complete shards
+            if "clip_norm" in facts.clipping or self.clip_norm is not None:
+                yield (
+                    "the norm of all gradients is known only after backward, on all processes",
+                    f'Use `gradient_clip_algorithm="value"`, or {off}.',
+                )
         # DDP of one process hands its gradients around, too.
-        if facts.world_size > 1 or facts.is_strategy(*SHARDED, "DDPStrategy"):
+        elif facts.world_size > 1 or facts.is_strategy(*SHARDED, "DDPStrategy"):
             yield (
                 f"`{facts.strategy}` shares gradients between processes after they are complete",
                 f"Set `{self.argument}=None`, or train in one process without a strategy.",
@@ -189,7 +200,8 @@ class OptimizerInBackward(Technique[Optimizer]):
         if wrapped := wrapper_problems(target):
             return wrapped
         problems, name = _problems_of_others(target), type(target).__name__
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not is_alone and not all(map(is_dtensor, parameters_of(target))):
             why = "parameters would be updated before their gradients are averaged"
             fix = "Train on one device, or set `optimizer_in_backward=None`."
             problems.append(Problem(f"{dist.get_world_size()} processes", why, fix))

@@ -1,0 +1,163 @@
+"""Peak memory and time per step of 1, 2 and 4 processes under FSDP2: `python -m benchmarks.scale`.
+
+RoBERTa 7M with one short sequence per process, so that weights, gradients and optimizer state are
+what needs memory. Processes on a CPU, over gloo: bytes are exact, and times are only ratios to the
+same number of processes without a technique, as two cores serve all of them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._models import make_model
+from lightning_memsave import LowBitOptimizer, MemSaveCallback
+from lightning_memsave.units import format_bytes
+
+PROCESSES = (1, 2, 4)
+ALL_8BIT = LowBitOptimizer("8bit", force_8bit=("*",))
+WAYS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    '`optimizer="8bit"`': {"optimizer": "8bit"},
+    "`optimizer=LowBitOptimizer(force_8bit=('*',))`": {"optimizer": ALL_8BIT},
+    "`optimizer_in_backward=True`": {"optimizer_in_backward": True},
+    "both": {"optimizer": ALL_8BIT, "optimizer_in_backward": True},
+    '`activation_checkpointing="all"`': {"activation_checkpointing": "all"},
+}
+STEPS = 8
+
+
+class Lit(pl.LightningModule):
+    """A masked language model; notes when steps begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = make_model("roberta_7m")
+        self.times: list[float] = []
+        self.losses: list[float] = []
+
+    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> Any:
+        """Compute the loss.
+
+        Args:
+            tokens: Ids, of shape (samples, tokens).
+            batch_idx: Number of the batch.
+
+        Returns:
+            The loss.
+        """
+        self.times.append(time.perf_counter())
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def run(settings: dict[str, Any]) -> dict[str, Any]:
+    """Train on this process.
+
+    Args:
+        settings: Of `MemSaveCallback`.
+
+    Returns:
+        Peak bytes by category, the median step in seconds, and losses.
+    """
+    callback = MemSaveCallback(preset="off", predict=False, **settings)
+    module = Lit()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="memsave_fsdp2",
+        max_steps=STEPS,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(5, 1000, (STEPS * trainer.world_size, 8), generator=generator)
+    trainer.fit(module, DataLoader(data, batch_size=1))
+    assert callback.monitor is not None, "it measures"
+    assert callback.monitor.summary is not None, "a fit has ended"
+    measured = callback.monitor.summary.to_dict()
+    steps = [b - a for a, b in zip(module.times[2:], module.times[3:], strict=False)]
+    return {
+        "peak_bytes": measured["peak_bytes"],
+        "step_s": statistics.median(steps),
+        "losses": module.losses,
+    }
+
+
+def launch(number: int) -> dict[str, Any]:
+    """Run all ways on so many processes.
+
+    Args:
+        number: Of processes.
+
+    Returns:
+        What rank zero has measured, by way.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={number}", "-m", "benchmarks.scale", "--rank-of", str(path)]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def table_of(results: dict[str, Any]) -> str:
+    """Write the table.
+
+    Args:
+        results: By number of processes, and way.
+
+    Returns:
+        Markdown.
+    """
+    rows = []
+    for way in WAYS:
+        row = [way]
+        for number in map(str, PROCESSES):
+            found, plain = results[number][way], results[number]["nothing"]
+            bytes_ratio = found["peak_bytes"] / plain["peak_bytes"]
+            time_ratio = found["step_s"] / plain["step_s"]
+            peak = format_bytes(found["peak_bytes"])
+            row.append(f"{peak} ({bytes_ratio:.2f}), {time_ratio:.2f} x the time")
+        rows.append(row)
+    return markdown_table(["setting", *(f"{n} processes" for n in PROCESSES)], rows)
+
+
+def main() -> None:
+    """Measure, and write the result files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    typed = parser.parse_args()
+    if typed.rank_of is not None:
+        found = {name: run(settings) for name, settings in WAYS.items()}
+        if os.environ["RANK"] == "0":
+            typed.rank_of.write_text(json.dumps(found))
+        return
+    results = {str(number): launch(number) for number in PROCESSES}
+    write_results("scale_cpu", results, table_of(results), folder=typed.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,464 @@
+"""FSDP2 on the blocks that are found, on two processes."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+import transformers
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional
+
+from lightning_memsave import FSDP2Strategy, LowBitOptimizer, MemSaveCallback
+from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.modules.fsdp2 import materialize, shard
+from tests.callbacks.lit import loader_of, make_trainer
+from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_prediction", "any_saving_counts")]
+
+WIDTH, NUM_WORDS = 64, 96
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head of one weight."""
+
+    def __init__(self, dropout: float = 0.1, num_words: int = NUM_WORDS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_words, WIDTH)
+        layers = [
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout, batch_first=True)
+            for _ in range(3)
+        ]
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(WIDTH, num_words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return loss_of(self.head(self.blocks(self.embedding(tokens))), tokens)
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), (7 * tokens.flatten() + 3) % NUM_WORDS)
+
+
+class Steps:
+    """What a project has."""
+
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch)
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self: Any, batch: Tensor, batch_idx: int) -> None:
+        self.log("validation", self.model(batch), sync_dist=True)
+
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def lit(package: Any = pl, make: Callable[[], nn.Module] = Tied, **methods: Any) -> Any:
+    torch.manual_seed(1)
+    made = type("Lit", (Steps, package.LightningModule), methods)()
+    made.losses, made.model = [], make()
+    return made
+
+
+def by_hand(self: Any) -> None:
+    """Shard as Lightning's documentation does."""
+    mesh = self.device_mesh["data_parallel"]
+    if not isinstance(self.model, FSDPModule):
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+def batches(rank: int, length: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(NUM_WORDS, (length, 8), generator=generator)
+    return list(tokens[rank::RANKS].split(2))
+
+
+def train(
+    module: Any,
+    *callbacks: Any,
+    strategy: Any = "memsave_fsdp2",
+    package: Any = pl,
+    ckpt_path: Any = None,
+    **settings: Any,
+) -> tuple[Notes, Any]:
+    how = {"devices": RANKS, "strategy": strategy, "use_distributed_sampler": False}
+    trainer = make_trainer(package, *callbacks, num_sanity_val_steps=0, **(how | settings))
+    rank = rank_of_this_process()
+    torch.manual_seed(100 + rank)  # other dropout on each rank
+    loaders = loader_of(batches(rank)), loader_of(batches(rank, 4))
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    return {"losses": module.losses, "logged": logged, "weights": weights(module)}, trainer
+
+
+def weights(module: nn.Module) -> dict[str, list[float]]:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
+    return {name: tensor.flatten().tolist() for name, tensor in full.items()}
+
+
+def off(**settings: Any) -> MemSaveCallback:
+    return MemSaveCallback(preset="off", report=False, **settings)
+
+
+# --- what runs on each rank ---
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+AT_ONCE: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+
+
+def through_forward(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+    loss: Tensor = self(batch)
+    self.losses.append(loss.item())
+    self.log("loss", loss, sync_dist=True)
+    return loss
+
+
+def as_by_hand() -> Notes:
+    notes: Notes = {}
+    for precision in PRECISIONS:
+        settings = AT_ONCE | {"precision": precision}
+        strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+        notes[f"{precision} by hand"], _ = train(
+            lit(configure_model=by_hand), strategy=strategy, **settings
+        )
+        notes[f"{precision} ours"], _ = train(lit(), **settings)
+    notes["other package"], _ = train(lit(pytorch_lightning), package=pytorch_lightning, **AT_ONCE)
+    notes["forward"], _ = train(
+        lit(forward=lambda self, batch: self.model(batch), training_step=through_forward),
+        **AT_ONCE,
+    )
+    return notes
+
+
+def with_own_parameter() -> Notes:
+    """A parameter of the LightningModule itself, and parts of the model that steps call alone."""
+
+    def make() -> Any:
+        def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+            hidden = self.model.blocks(self.scale * self.model.embedding(batch))
+            loss = loss_of(self.model.head(hidden), batch)
+            self.losses.append(loss.item())
+            return loss
+
+        made = lit(make=functools.partial(Tied, dropout=0.0), training_step=training_step)
+        if rank_of_this_process():  # the values of the first process count
+            torch.nn.init.zeros_(made.model.blocks[0].linear1.weight)
+        made.scale = nn.Parameter(torch.ones(WIDTH))
+        sgd = lambda self: torch.optim.SGD(self.parameters(), lr=0.1)  # noqa: E731 - sees scales
+        type(made).configure_optimizers = sgd
+        return made.double()
+
+    settings = {"precision": "64-true"}
+    return {
+        "ddp": train(make(), strategy="ddp", **settings)[0],
+        "ours": train(make())[0],
+    }
+
+
+TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "activation_checkpointing": ({"activation_checkpointing": "all"}, {}),
+    "offload": ({"activation_checkpointing": "all", "offload": "activations"}, {}),
+    "optimizer_in_backward": ({"optimizer_in_backward": True}, {}),
+    "updates of a window": ({"optimizer_in_backward": True}, {"accumulate_grad_batches": 2}),
+    "offload with DDP": (
+        {"activation_checkpointing": "all", "offload": "activations"},
+        {"strategy": "ddp"},
+    ),
+}
+
+
+def with_techniques() -> Notes:
+    notes: Notes = {}
+    for name, (arguments, settings) in TECHNIQUES.items():
+        notes[name] = train(lit(), off(**arguments), **settings)[0]
+        notes[f"{name}, without"] = train(lit(), **settings)[0]
+    return notes
+
+
+def steady() -> Any:
+    """Without dropout: what is drawn after a checkpoint depends on what was drawn before."""
+    return lit(make=functools.partial(Tied, dropout=0.0))
+
+
+def of_checkpoints(is_sharded: bool, make_callbacks: Any = list) -> Notes:
+    """Train two epochs; train one, save, and train the other in a new Trainer."""
+
+    def run(**settings: Any) -> tuple[Notes, Any]:
+        strategy = FSDP2Strategy(save_distributed_checkpoint=is_sharded)
+        return train(steady(), *make_callbacks(), strategy=strategy, **settings)
+
+    path = Path(f"{'sharded' if is_sharded else 'full'}-{len(make_callbacks())}.ckpt").resolve()
+    whole, _ = run(max_epochs=2)
+    first, trainer = run()
+    trainer.save_checkpoint(path)
+    trainer.validate(trainer.lightning_module, loader_of(batches(rank_of_this_process(), 4)))
+    torch.distributed.barrier()
+    resumed, _ = run(max_epochs=2, ckpt_path=path)
+    patched = [name for name in vars(trainer.lightning_module) if "configure_model" in name]
+    notes = {"whole": whole, "first": first, "resumed": resumed}
+    return notes | {"path": str(path), "patched": patched}
+
+
+def low_bit() -> MemSaveCallback:
+    return off(optimizer=LowBitOptimizer("8bit"))
+
+
+def of_8bit_state() -> Notes:
+    notes = of_checkpoints(False, lambda: [low_bit()])
+    _, trainer = train(lit(), low_bit())
+    optimizer = trainer.optimizers[0]
+    names = {param: name for name, param in trainer.lightning_module.named_parameters()}
+    weights(trainer.lightning_module)
+    notes["types"] = {
+        names[param]: [str(state["state1"].dtype), state["state1"].numel(), param.numel()]
+        for param, state in optimizer.state.items()
+    }
+    # State of a run with 32 bits is taken over, and the other way round.
+    full = of_checkpoints(False)["path"]
+    notes["to 8 bits"] = train(steady(), low_bit(), max_epochs=2, ckpt_path=full)[0]
+    notes["to 32 bits"] = train(steady(), max_epochs=2, ckpt_path=notes["path"])[0]
+    return notes
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=WIDTH,
+        vocab_size=NUM_WORDS, tie_word_embeddings=True, pad_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def from_meta(make: Any) -> Any:
+    def configure_model(self: Any) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = make()
+
+    made = lit(make=nn.Identity, configure_model=configure_model)
+    made.model = None
+    made.register_buffer("own", torch.arange(3.0))
+    return made
+
+
+def of_meta_start() -> Notes:
+    notes: Notes = {}
+
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self: Any, batch: Tensor, batch_idx: int) -> None:
+        made = self.model.generate(batch, max_new_tokens=2, do_sample=False)
+        self.log("generated", made.double().mean(), sync_dist=True)
+
+    torch_module = from_meta(Tied)
+    notes["torch"], _ = train(torch_module)
+    notes["buffer"] = torch_module.own.tolist()
+    hugging_face = from_meta(llama)
+    cls = type(hugging_face)
+    cls.training_step, cls.validation_step = training_step, validation_step
+    notes["hugging face"], _ = train(hugging_face)
+    notes["tied"] = (
+        hugging_face.model.lm_head.weight is hugging_face.model.model.embed_tokens.weight
+    )
+    rotary = hugging_face.model.model.rotary_emb
+    notes["rotary"] = [rotary.inv_freq.tolist(), llama().model.rotary_emb.inv_freq.tolist()]
+    return notes
+
+
+SCENARIOS = {
+    "by_hand": as_by_hand,
+    "own_parameter": with_own_parameter,
+    "techniques": with_techniques,
+    "full": functools.partial(of_checkpoints, False),
+    "sharded": functools.partial(of_checkpoints, True),
+    "8bit": of_8bit_state,
+    "meta": of_meta_start,
+}
+
+
+@pytest.fixture(scope="module")
+def report(request: pytest.FixtureRequest) -> Report:
+    return make_report(request)
+
+
+# --- what the two saw ---
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_trains_bit_for_bit_as_sharded_by_hand(report, precision):
+    for notes in report("by_hand"):
+        assert notes[f"{precision} ours"] == notes[f"{precision} by hand"]
+        assert notes[f"{precision} ours"]["losses"][0] > 0.5
+
+
+@pytest.mark.parametrize("way", ["other package", "forward"])
+def test_other_ways_to_write_it_train_the_same(report, way):
+    for notes in report("by_hand"):
+        assert notes[way] == notes["32-true ours"]
+
+
+def test_steps_may_use_parts_and_parameters_outside_of_blocks(report):
+    first, second = report("own_parameter")
+    assert first["ours"]["weights"] == second["ours"]["weights"]
+    for notes in (first, second):
+        torch.testing.assert_close(
+            torch.tensor(notes["ours"]["losses"]), torch.tensor(notes["ddp"]["losses"])
+        )
+        for name, values in notes["ddp"]["weights"].items():
+            torch.testing.assert_close(
+                torch.tensor(notes["ours"]["weights"][name]), torch.tensor(values)
+            )
+        assert notes["ours"]["weights"]["scale"] != [1.0] * WIDTH
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_techniques_change_nothing(report, name):
+    for notes in report("techniques"):
+        assert notes[name] == notes[f"{name}, without"]
+
+
+@pytest.mark.parametrize("name", ["full", "sharded", "8bit"])
+def test_a_resumed_fit_goes_on_bit_for_bit(report, name):
+    for notes in report(name):
+        number = len(notes["first"]["losses"])
+        assert notes["whole"]["losses"][:number] == notes["first"]["losses"]
+        assert notes["resumed"]["losses"] == notes["whole"]["losses"][number:]
+        assert notes["resumed"]["weights"] == notes["whole"]["weights"]
+
+
+@pytest.mark.parametrize("name", ["full", "8bit"])
+def test_a_full_checkpoint_is_a_plain_one(report, name):
+    notes = report(name)[0]
+    checkpoint = torch.load(notes["path"], weights_only=True)
+    module = lit()
+    module.load_state_dict(checkpoint["state_dict"])
+    assert weights(module) == notes["first"]["weights"]
+    optimizer = module.configure_optimizers()
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    for param in module.parameters():
+        assert optimizer.state[param]["exp_avg"].shape == param.shape
+        assert optimizer.state[param]["exp_avg"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["full", "8bit"])
+def test_one_process_goes_on_from_a_checkpoint_of_two(report, name, tmp_path):
+    notes = report(name)[0]
+    module, callbacks = steady(), [low_bit()] if name == "8bit" else []
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": RANKS}
+    trainer = make_trainer(pl, *callbacks, default_root_dir=tmp_path, **settings)
+    # The batches of the two processes, one after the other: the same gradient.
+    both = [batch for pair in zip(*map(batches, range(RANKS)), strict=True) for batch in pair]
+    trainer.fit(module, loader_of(both), loader_of(batches(0, 4)), ckpt_path=notes["path"])
+    number = len(notes["first"]["losses"])
+    of_ranks = [seen["whole"]["losses"][number:] for seen in report(name)]
+    expected = [loss for pair in zip(*of_ranks, strict=True) for loss in pair]
+    rtol = 1e-5 if name == "full" else 1e-2  # blocks of quantized state begin elsewhere
+    torch.testing.assert_close(
+        torch.tensor(module.losses), torch.tensor(expected), rtol=rtol, atol=0
+    )
+
+
+def test_8bit_state_is_chosen_by_whole_sizes(report):
+    for notes in report("8bit"):
+        kinds = {name: kind for name, (kind, *_) in notes["types"].items()}
+        module = lit()
+        optimizer = (
+            LowBitOptimizer("8bit", module=module).apply(module.configure_optimizers()).target
+        )
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        alone = {n: str(optimizer.state[p]["state1"].dtype) for n, p in module.named_parameters()}
+        assert kinds == alone
+        assert {*kinds.values()} == {"torch.uint8", "torch.float32"}
+        assert all(local <= -(-whole // RANKS) for _, local, whole in notes["types"].values())
+
+
+def test_state_is_converted_between_widths(report):
+    for notes in report("8bit"):
+        number = len(notes["first"]["losses"])
+        for way in ("to 8 bits", "to 32 bits"):
+            torch.testing.assert_close(
+                torch.tensor(notes[way]["losses"]),
+                torch.tensor(notes["whole"]["losses"][number:]),
+                rtol=0.05,
+                atol=0,
+            )
+
+
+def test_a_model_of_the_meta_device_is_initialized(report):
+    first, second = report("meta")
+    for kind in ("torch", "hugging face"):
+        assert first[kind]["weights"] == second[kind]["weights"]
+        assert first[kind]["losses"][-1] < first[kind]["losses"][0] < 8
+    # Processes draw different shards.
+    rows = torch.tensor(first["torch"]["weights"]["model.embedding.weight"]).view(RANKS, -1)
+    assert not torch.equal(rows[0], rows[1])
+    assert first["tied"]
+    assert first["buffer"] == [0.0, 1.0, 2.0]
+    assert first["rotary"][0] == first["rotary"][1]
+    assert (
+        first["hugging face"]["logged"]["generated"]
+        == second["hugging face"]["logged"]["generated"]
+    )
+
+
+def test_its_own_configure_model_is_given_back(report):
+    for notes in report("full"):
+        assert notes["patched"] == []
+
+
+# --- what is refused, in this process ---
+
+
+def test_a_parameter_in_two_parts_is_refused():
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2)])
+    model[0].linear1.weight = model[1].linear1.weight
+    with pytest.raises(IncompatibleError, match=r"`0.linear1.weight` and `1.linear1.weight`: one"):
+        shard(model, None)
+
+
+def test_a_parameter_without_a_size_is_refused():
+    with pytest.raises(IncompatibleError, match="and 1 more: it has no size yet"):
+        shard(nn.Sequential(nn.LazyLinear(3)), None)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, device="meta"))
+
+
+class Half(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [(Bare, "nothing says what its values are. Give it a method `reset_parameters`"),
+     (Half, "some of its tensors are on the meta device, and some have values")],
+)  # fmt: skip
+def test_values_that_nobody_knows_are_refused(part, why):
+    with pytest.raises(IncompatibleError, match=why):
+        materialize(nn.Sequential(part()), torch.device("cpu"))
