@@ -181,7 +181,9 @@ def around_step(
             before(optimizer)
             return result
 
-        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {"closure": run})
+        if len(args) > 1:
+            return (args[0], run, *args[2:]), kwargs
+        return args, {**kwargs, "closure": run}
 
     undo = [optimizer.register_step_pre_hook(pre_hook).remove]
     if after is not None:

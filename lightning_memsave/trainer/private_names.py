@@ -168,10 +168,13 @@ def _has(trainer: Any, owner: str, name: str) -> bool:
 # What objects have, and their class has not: its source sets it.
 @functools.cache
 def _is_set_by(cls: type[Any], name: str) -> bool:
-    files = {getattr(sys.modules[base.__module__], "__file__", "") for base in cls.__mro__}
-    texts = [Path(file).read_text("utf-8") for file in files if file.endswith(".py")]
+    files = {getattr(sys.modules[base.__module__], "__file__", None) or "" for base in cls.__mro__}
+    try:
+        texts = [Path(file).read_text("utf-8") for file in files if file.endswith(".py")]
+    except OSError:  # packed without sources: it cannot be told
+        return True
     is_set = re.compile(rf"(^ +|\.){name}(:| =) |[\"']{name}[\"']", re.MULTILINE)
-    return any(map(is_set.search, texts))
+    return not texts or any(map(is_set.search, texts))
 
 
 def _problem(path: str, package: str, argument: str) -> Problem:
