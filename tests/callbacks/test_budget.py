@@ -179,7 +179,7 @@ def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failure
 
 def test_after_the_last_plan_the_run_ends(plain):
     callback = bitwise(plain[2])
-    why = r"(?s)micro-batches would change results.*Use `budget=\"auto\"`"
+    why = r"(?s)micro-batches would change results.*Use `budget=\"free\"`"
     with pytest.raises(MemoryExhaustedError, match=why):
         fit(encoder(), callback, FailsAt(2, 100))
 
