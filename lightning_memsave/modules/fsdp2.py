@@ -5,7 +5,7 @@ import functools
 import importlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,7 +186,10 @@ def _problems_of(module: nn.Module, blocks: Sequence[str]) -> list[Problem]:
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate the shards of what was made on the meta device, and initialize them."""
     empty = [m for m in module.modules() if any(t.is_meta for t in _own_tensors(m))]
-    if problems := [*_problems_of_meta(module, empty)]:
+    # Hugging Face's models initialize all of their parts, those inside them too.
+    whole = [m for m in module.modules() if hasattr(m, "initialize_weights")]
+    owners: dict[nn.Module, Any] = {part: m for m in reversed(whole) for part in m.modules()}
+    if problems := [*_problems_of_meta(module, empty, owners)]:
         raise IncompatibleError(FSDP2, problems)
     for part in empty:
         part.to_empty(device=device, recurse=False)
@@ -194,14 +197,11 @@ def materialize(module: nn.Module, device: torch.device) -> None:
         if device.type == "cpu":  # a process draws its shard; on a GPU DTensors share one sequence
             stack.enter_context(torch.random.fork_rng(devices=()))
             torch.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
-        done: set[nn.Module] = set()
         for part in empty:
-            owner = _pretrained(module, part)
-            if owner is None:
+            if part not in owners:
                 _reset_of(part)()  # type: ignore[misc]
-            elif owner not in done:
-                owner.initialize_weights()
-                done.add(owner)
+        for owner in dict.fromkeys(owners[part] for part in empty if part in owners):
+            owner.initialize_weights()
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -213,19 +213,16 @@ def _reset_of(part: nn.Module) -> Callable[[], None] | None:
     return reset or getattr(part, "_reset_parameters", None)  # torch's attention
 
 
-# Hugging Face's models initialize all of their parts.
-def _pretrained(module: nn.Module, part: nn.Module) -> Any:
-    owners = [m for m in module.modules() if hasattr(m, "initialize_weights")]
-    return next((owner for owner in owners if part in {*owner.modules()}), None)
-
-
-def _problems_of_meta(module: nn.Module, empty: Sequence[nn.Module]) -> Iterator[Problem]:
+def _problems_of_meta(
+    module: nn.Module, empty: Sequence[nn.Module], owners: Mapping[nn.Module, Any]
+) -> Iterator[Problem]:
     names = {part: name for name, part in module.named_modules()}
     for part in empty:
         what = f"`{names[part]}` of class `{type(part).__name__}`"
-        if not all(tensor.is_meta for tensor in _own_tensors(part)):
-            why = "some of its tensors are on the meta device, and some have values"
+        others = owners[part].parameters() if part in owners else ()
+        if not all(tensor.is_meta for tensor in (*_own_tensors(part), *others)):
+            why = "some tensors of it or its model are on the meta device, and some have values"
             yield Problem(what, why, "Make all of them in one place.")
-        elif _pretrained(module, part) is None and _reset_of(part) is None:
+        elif part not in owners and _reset_of(part) is None:
             why = "it was made on the meta device, and nothing says what its values are"
             yield Problem(what, why, "Give it a method `reset_parameters`.")

@@ -457,7 +457,7 @@ class Half(Bare):
 @pytest.mark.parametrize(
     ("part", "why"),
     [(Bare, "nothing says what its values are. Give it a method `reset_parameters`"),
-     (Half, "some of its tensors are on the meta device, and some have values")],
+     (Half, "some tensors of it or its model are on the meta device")],
 )  # fmt: skip
 def test_values_that_nobody_knows_are_refused(part, why):
     with pytest.raises(IncompatibleError, match=why):
