@@ -1,0 +1,1 @@
+"""Peak memory and time of several processes."""

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks._common import RESULTS, markdown_table, write_results
-from benchmarks._models import make_model
+from benchmarks._models import SMALL
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.units import format_bytes
 
@@ -43,8 +43,7 @@ class Lit(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.model = make_model("roberta_7m")
+        self.model = SMALL.build()
         self.times: list[float] = []
         self.losses: list[float] = []
 
@@ -91,7 +90,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         enable_model_summary=False,
     )
     generator = torch.Generator().manual_seed(1)
-    data = torch.randint(5, 1000, (STEPS * trainer.world_size, 8), generator=generator)
+    data: Any = torch.randint(5, 1000, (STEPS * trainer.world_size, 8), generator=generator)
     trainer.fit(module, DataLoader(data, batch_size=1))
     assert callback.monitor is not None, "it measures"
     assert callback.monitor.summary is not None, "a fit has ended"
@@ -99,6 +98,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     steps = [b - a for a, b in zip(module.times[2:], module.times[3:], strict=False)]
     return {
         "peak_bytes": measured["peak_bytes"],
+        "by_category": measured["by_category"],
         "step_s": statistics.median(steps),
         "losses": module.losses,
     }

@@ -457,7 +457,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("strategy", "advice"),
         [
-            ("DDPStrategy", "Train in one process"),
+            ("DDPStrategy", "or train in one process"),
             ("FSDPStrategy", "strategy's own offloading"),
             ("ModelParallelStrategy", "`CPUOffloadPolicy` of FSDP2"),
             ("DeepSpeedStrategy", "strategy's own offloading"),
@@ -467,6 +467,8 @@ class TestRefusals:
         facts = TrainerFacts((strategy, "Strategy"), 2, None)
         (problem,) = Offloading().conflicts(facts, "`offload='optimizer'`")
         assert advice in problem.fix
+        alone = Offloading("activations").conflicts(facts, "`offload='activations'`")
+        assert bool(alone) == (strategy in ("FSDPStrategy", "DeepSpeedStrategy"))
         assert Offloading().conflicts(TrainerFacts(("SingleDeviceStrategy",), 1, None), "") == []
 
 

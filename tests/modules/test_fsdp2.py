@@ -19,7 +19,7 @@ from lightning_memsave import FSDP2Strategy, LowBitOptimizer, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.modules.fsdp2 import materialize, shard
 from tests.callbacks.lit import loader_of, make_trainer
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report, rank_of_this_process
+from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_prediction", "any_saving_counts")]
 
@@ -293,11 +293,6 @@ SCENARIOS = {
     "8bit": of_8bit_state,
     "meta": of_meta_start,
 }
-
-
-@pytest.fixture(scope="module")
-def report(request: pytest.FixtureRequest) -> Report:
-    return make_report(request)
 
 
 # --- what the two saw ---
