@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_memsave.errors import MissingDependencyError as MissingDependencyError
     from lightning_memsave.errors import NoEffectWarning as NoEffectWarning
     from lightning_memsave.measure.peak import PeakMemory as PeakMemory
-    from lightning_memsave.modules import FSDP2Strategy as FSDP2Strategy
     from lightning_memsave.modules.checkpointed_transformer import (
         CheckpointedTransformerMixin as CheckpointedTransformerMixin,
     )
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.optimizer_in_backward.technique import (
         OptimizerInBackward as OptimizerInBackward,
     )
+    from lightning_memsave.trainer.strategies import FSDP2Strategy as FSDP2Strategy
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing.technique",
@@ -84,7 +84,7 @@ _MODULES = {
     "ConfigurationError": "errors",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
-    "FSDP2Strategy": "modules",
+    "FSDP2Strategy": "trainer.strategies",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
     "InfeasiblePlanError": "errors",
@@ -131,7 +131,7 @@ def __getattr__(name: str) -> Any:
     if name == "MemSaveCallback":  # LightningCLI looks it up here, each time
         names = importlib.import_module(f"{__name__}.callbacks.settings.names")
         names.advise_in_parsers(value)
-        importlib.import_module(f"{__name__}.modules").register_strategies()
+        importlib.import_module(f"{__name__}.trainer.strategies").register_strategies()
     else:
         globals()[name] = value
     return value

@@ -12,8 +12,6 @@ from lightning_memsave.errors import Problem
 CallbackT = TypeVar("CallbackT")
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-FSDP2 = "memsave_fsdp2"
-"""The name of `FSDP2Strategy` for ``Trainer(strategy=...)``."""
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lightning_memsave import FSDP2Strategy, LowBitOptimizer, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.modules.fsdp2 import materialize, shard
+from lightning_memsave.trainer.fsdp2 import materialize, shard
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 

@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
-from lightning_memsave.trainer.trainer import FSDP2
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -146,7 +145,7 @@ def shard(
     """Apply `fully_shard` to each block of a module, and to the rest."""
     found = [b for b in find_blocks(module, blocks) if not isinstance(b.module, FSDPModule)]
     if problems := [*_problems_of(module, [block.name for block in found])]:
-        raise IncompatibleError(FSDP2, problems)
+        raise IncompatibleError("FSDP2Strategy", problems)
     if not found and mesh.get_local_rank() == 0:
         why = "all of its weights are gathered for a whole step. Name blocks, with"
         fix = "`FSDP2Strategy(blocks=...)`."
@@ -190,7 +189,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     whole = [m for m in module.modules() if hasattr(m, "initialize_weights")]
     owners: dict[nn.Module, Any] = {part: m for m in reversed(whole) for part in m.modules()}
     if problems := [*_problems_of_meta(module, empty, owners)]:
-        raise IncompatibleError(FSDP2, problems)
+        raise IncompatibleError("FSDP2Strategy", problems)
     for part in empty:
         part.to_empty(device=device, recurse=False)
     with contextlib.ExitStack() as stack:
