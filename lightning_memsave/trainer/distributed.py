@@ -1,7 +1,7 @@
 """Synchronize gradients, buffers and values over processes, bypassing DDP where needed."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memsave.trainer.trainer import is_strategy
 
+_BUCKET_BYTES = 25 * 2**20
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 _DENSE, _SPARSE = 1, 2
 # Arguments of `DDPStrategy` that change gradient synchronization or forward passes.
@@ -104,6 +105,7 @@ def average_gradients(trainer: Any, module: nn.Module) -> None:
     trained = _shared_parameters(ddp, module)
     kinds = torch.tensor([_kind(p.grad) for p in trained], device=trainer.strategy.root_device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX)
+    gradients = []
     for parameter, kind in zip(trained, kinds.tolist(), strict=True):
         if kind and parameter.grad is None:
             is_sparse = kind == _SPARSE
@@ -111,7 +113,9 @@ def average_gradients(trainer: Any, module: nn.Module) -> None:
         if kind == _SPARSE:
             parameter.grad = _sparse_mean(cast(torch.Tensor, parameter.grad), trainer.world_size)
         elif kind:
-            _average(cast(torch.Tensor, parameter.grad), trainer.world_size)
+            gradients.append(cast(torch.Tensor, parameter.grad))
+    for bucket in _buckets(gradients):
+        _average_bucket(bucket, trainer.world_size)
     if isinstance(ddp, DistributedDataParallel):
         ddp.require_forward_param_sync = True
 
@@ -140,12 +144,30 @@ def _sparse_mean(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
     return mean
 
 
-def _average(gradient: torch.Tensor, world_size: int) -> None:
-    gradient /= world_size  # before the sum, as DDP does
-    dense = gradient.contiguous()
-    dist.all_reduce(dense)
-    if dense is not gradient:
-        gradient.copy_(dense)
+def _average_bucket(bucket: list[torch.Tensor], world_size: int) -> None:
+    is_one = len(bucket) == 1 and bucket[0].is_contiguous()
+    # Large gradients are not copied: memory may have just run out.
+    flat = bucket[0].view(-1) if is_one else torch.cat([g.flatten() for g in bucket])
+    flat /= world_size  # before the sum, as DDP does
+    dist.all_reduce(flat)
+    if not is_one:
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        is_other_type = bool(bucket) and bucket[0].dtype != tensor.dtype
+        if bucket and (is_other_type or num_bytes + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(tensor)
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 _OPERATORS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM} if dist.is_available() else {}

@@ -875,7 +875,7 @@ class TestFunctionsOfTheUsers:
         batch["labels"][0] = -100
         shifted = TOKEN_KINDS["shifted"][0]
         with caplog.at_level("INFO", logger="lightning.pytorch.memsave"):
-            for loss_of, weight in ((shifted, "tokens_shifted"), (masked, "auto")):
+            for loss_of, weight in ((shifted, "tokens_shifted"), (masked, "proven")):
                 callback = only(1, loss_weight=weight)
                 assert_proven([batch, batch], Tokens(), loss_of, callback, "labels")
         said = [r.message for r in caplog.records if r.message.startswith("micro_batch_size=")]
