@@ -5,6 +5,7 @@ import json
 import pickle
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
@@ -46,6 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=True)
+    group = parser.add_argument_group("processes")
+    group.add_argument(
+        "--strategy",
+        choices=("fsdp2",),
+        help="predict one of several processes: fsdp2 for strategy=memsave_fsdp2",
+    )
+    group.add_argument(
+        "--world-size",
+        type=whole_number,
+        metavar="N",
+        help="number of processes, which need not be there; default: 1",
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--variant",
@@ -77,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     if len(set(names)) < len(names):
         raise ConfigurationError("--variant is given twice with the same settings. Remove one.")
     target, batch, step = read_step(arguments.target, arguments)
+    world_size = 1 if arguments.world_size is None else arguments.world_size
+    step = replace(step, strategy=arguments.strategy, world_size=world_size)
     gpus, notes = read_gpus(arguments), notes_of(target)
     cases = [
         Case(name or "as given", *predict_on(gpus, target.name, step, settings))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_memsave.core.clock import processor_time_s
@@ -120,6 +121,10 @@ _NO_LOSS = (
     "`training_step` returned no loss: no backward pass ran and no parameter was updated. A step "
     "with a loss needs more memory."
 )
+_SHARDED = (
+    "Of the first process: the shards of others are as large or smaller. Streams of collectives "
+    "share one pool of memory here."
+)
 _PAGED = "paged_"
 _CHECK_BATCH = "check that the module accepts this batch."
 _NOTHING_TO_TRAIN = "optimizer got an empty parameter list"
@@ -131,6 +136,11 @@ def predict(step: TrainingStep) -> MemoryPrediction:
     Note:
         Exceptions of the module's own code propagate, with a note.
     """
+    if step.strategy == "fsdp2" and dist.is_available() and dist.is_initialized():
+        raise ConfigurationError(
+            '`strategy="fsdp2"` is predicted with a process group of its own, and this process has '
+            "one already. Predict in a process that trains nothing."
+        )
     start_s = time.monotonic()
     limit_s = math.inf if step.time_limit_s is None else step.time_limit_s
     deadline_s = processor_time_s() + limit_s
@@ -244,7 +254,8 @@ class _Predictor:
             capability=step.capability,
             num_multiprocessors=None if step.gpu is None else step.gpu.num_multiprocessors,
         )
-        fit = step.fit or RunningFit()
+        fit = step.fit or RunningFit(num_processes=step.world_size)
+        is_sharded = step.strategy == "fsdp2"
         settings = SimulationSettings(
             package,
             accumulate_grad_batches=num_accumulated,
@@ -253,6 +264,7 @@ class _Predictor:
             is_running=step.fit is not None,
             has_started=step.fit is not None and step.fit.has_started,
             emulation=emulation if on_cuda else contextlib.nullcontext,
+            num_shards=step.world_size if is_sharded else 1,
             deadline_s=self.deadline_s,
         )
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
@@ -271,6 +283,7 @@ class _Predictor:
             has_run=size_of_batches(arguments["micro_batch_size"]) is not None
             and any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
             settings={"precision": str(precision or "32-true")}
+            | ({step.strategy: f"1 of {step.world_size} processes"} if step.strategy else {})
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in rows if row.status == "on"}
             | ({"accumulate_grad_batches": str(given)} if given is not None else {}),
@@ -278,6 +291,7 @@ class _Predictor:
             | {r.name: f"{r.value}: {'; '.join(r.details)}" for r in rows if r.status == "off"},
             assumptions=(
                 *assumptions,
+                *((_SHARDED,) if is_sharded else ()),
                 *_forms(rows),
                 *(self._cuda_assumptions(recording, fit) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),

@@ -1,9 +1,10 @@
 """Simulate two or three training steps in a Trainer, on fake tensors."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class SimulationSettings:
     is_running: bool = False
     has_started: bool = False
     emulation: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    num_shards: int = 1
+    """Processes among which FSDP2 shards; 1 for none."""
     deadline_s: float | None = None
 
 
@@ -66,9 +69,9 @@ def simulate_steps(
     _train_own_parameters(pl_module)
     forget_metric_names(pl_module)
     observer = _Observer(accumulated, settings.deadline_s)
-    trainer = _make_trainer([*callbacks, observer], accumulated, settings)
     try:
-        with settings.emulation():
+        with settings.emulation(), _processes(settings) as processes:
+            trainer = _make_trainer([*callbacks, observer], accumulated, settings, processes)
             trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
     finally:
         observer.close()
@@ -92,6 +95,19 @@ def simulate_start(
     return observer.optimizers
 
 
+def _processes(
+    settings: SimulationSettings,
+) -> contextlib.AbstractContextManager[Mapping[str, Any]]:
+    if settings.num_shards == 1:
+        return contextlib.nullcontext({})
+    # FSDP2 takes a second to import.
+    processes = importlib.import_module("lightning_memsave.prediction.processes")
+    found: contextlib.AbstractContextManager[Mapping[str, Any]] = processes.first_of(
+        settings.num_shards, settings.package
+    )
+    return found
+
+
 class _EndAtStart(CallbackBase):
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +118,14 @@ class _EndAtStart(CallbackBase):
         trainer.should_stop = True
 
 
-def _make_trainer(callbacks: Sequence[Any], accumulated: int, settings: SimulationSettings) -> Any:
+def _make_trainer(
+    callbacks: Sequence[Any],
+    accumulated: int,
+    settings: SimulationSettings,
+    processes: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    given = dict(settings.trainer_arguments)
+    plugins = [*given.pop("plugins", ()), *processes.get("plugins", ())]
     trainer = settings.package.Trainer(
         **{
             "accelerator": "cpu",
@@ -117,7 +140,9 @@ def _make_trainer(callbacks: Sequence[Any], accumulated: int, settings: Simulati
             "accumulate_grad_batches": accumulated,
             "callbacks": [*callbacks],
         }
-        | dict(settings.trainer_arguments)
+        | given
+        | dict(processes)
+        | {"plugins": plugins}
     )
     leave_signals(trainer)
     return trainer

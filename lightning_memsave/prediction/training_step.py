@@ -59,6 +59,8 @@ class TrainingStep:
     attention: str | None = None
     time_limit_s: float | None = TIME_LIMIT_S
     fit: RunningFit | None = None
+    strategy: str | None = None
+    world_size: int = 1
     change: Callable[[nn.Module], object] | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class TrainingStep:
                 f'`device={self.device!r}` is not supported. Use `"cuda"` or `"cpu"`; for a '
                 'specific GPU: `device="cuda", gpu="T4"`.'
             )
+        _check_processes(self.strategy, self.world_size)
         limit_s = self.time_limit_s
         if limit_s is not None and not (_is_number(limit_s) and limit_s > 0):
             raise ConfigurationError(
@@ -227,6 +230,19 @@ def _check_mapping(value: Any, name: str, example: str) -> None:
         raise ConfigurationError(
             f"`{name}={value!r}` is not a mapping of names to values. Write for example "
             f"`{name}={example}`."
+        )
+
+
+def _check_processes(strategy: str | None, world_size: int) -> None:
+    if strategy not in (None, "fsdp2"):
+        raise ConfigurationError(
+            f"`strategy={strategy!r}` is not predicted. Use `strategy='fsdp2'` for the Trainer's "
+            "`strategy='memsave_fsdp2'`, or `None` for one process."
+        )
+    if type(world_size) is not int or world_size < 1 or (strategy is None and world_size > 1):
+        raise ConfigurationError(
+            f"`world_size={world_size!r}` with `strategy={strategy!r}`: it must be a number of "
+            'processes that a strategy trains. Use for example `strategy="fsdp2", world_size=8`.'
         )
 
 

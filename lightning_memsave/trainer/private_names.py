@@ -68,6 +68,7 @@ NAMES = (
     # The dispatcher, fake tensors and pytrees, of which torch's own tools are made.
     Names("torch", "_C _functorch"),
     Names("torch", "_ops _subclasses", "predict"),
+    Names("torch.testing", "_internal", "predict"),  # the process group without processes
     Names("torch.utils", "_foreach_utils _python_dispatch _pytree"),
     Names(
         "torch.utils._python_dispatch", "_disable_current_modes _get_current_dispatch_mode_stack"

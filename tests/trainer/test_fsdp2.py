@@ -1,6 +1,7 @@
 """FSDP2 on the blocks that are found, on two processes."""
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 
-from lightning_memsave import FSDP2Strategy, LowBitOptimizer, MemSaveCallback
-from lightning_memsave.errors import IncompatibleError
+from lightning_memsave import (
+    FSDP2Strategy,
+    LowBitOptimizer,
+    MemoryPrediction,
+    MemSaveCallback,
+    predict_memory,
+)
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.trainer.fsdp2 import materialize, shard
-from tests.callbacks.lit import loader_of, make_trainer
+from tests.callbacks.lit import loader_of, make_trainer, summary_of
 from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_prediction", "any_saving_counts")]
@@ -83,7 +90,7 @@ def by_hand(self: Any) -> None:
 def batches(rank: int, length: int = 16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(NUM_WORDS, (length, 8), generator=generator)
-    return list(tokens[rank::RANKS].split(2))
+    return [batch.clone() for batch in tokens[rank::RANKS].split(2)]  # memory of its own
 
 
 def train(
@@ -284,7 +291,33 @@ def of_meta_start() -> Notes:
     return notes
 
 
+MEASURED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "8bit": {"optimizer": "8bit"},
+    "activation_checkpointing": {"activation_checkpointing": "all"},
+    "accumulate_grad_batches": {"accumulate_grad_batches": 2},
+    "optimizer_in_backward": {"optimizer_in_backward": True},
+}
+
+
+def without_validation() -> Any:
+    made = lit(make=functools.partial(Tied, num_words=3000))
+    made.log = lambda *args, **kwargs: None  # its figures are what other steps leave
+    return made
+
+
+def of_peaks() -> Notes:
+    notes: Notes = {}
+    for name, settings in MEASURED.items():
+        callback = off(**settings)
+        gc.collect()  # what earlier fits have left
+        train(without_validation(), callback, limit_val_batches=0)
+        notes[name] = summary_of(callback).peak_bytes
+    return notes
+
+
 SCENARIOS = {
+    "peaks": of_peaks,
     "by_hand": as_by_hand,
     "own_parameter": with_own_parameter,
     "techniques": with_techniques,
@@ -422,7 +455,62 @@ def test_its_own_configure_model_is_given_back(report):
         assert notes["patched"] == []
 
 
+def predicted(name: str, world_size: int, **settings: Any) -> MemoryPrediction:
+    return predict_memory(
+        without_validation(),
+        batches(0)[0],
+        settings={"preset": "off", **MEASURED[name]},
+        device="cpu",
+        strategy="fsdp2",
+        world_size=world_size,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_process_is_predicted_without_the_others(report, name):
+    measured = [notes[name] for notes in report("peaks")]
+    found = predicted(name, RANKS)
+    assert not torch.distributed.is_initialized()
+    # At times a thread of gloo still holds what it has sent of a block when the next one is there.
+    block_bytes = sum(p.nbytes for p in Tied().blocks[0].parameters())
+    assert all(num_bytes - found.peak_bytes in (0, block_bytes) for num_bytes in measured)
+    assert found.settings["fsdp2"] == f"1 of {RANKS} processes"
+
+
+def test_more_processes_hold_less_each():
+    sharded = [predicted("nothing", number).peak for number in (1, 2, 4, 8)]
+    for kind in ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes"):
+        sizes = [getattr(peak, kind) for peak in sharded]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[-1] < sizes[0] / 7
+
+
 # --- what is refused, in this process ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "fsdp"}, "`strategy='fsdp'` is not predicted. Use `strategy='fsdp2'`"),
+        ({"world_size": 2}, "`world_size=2` with `strategy=None`: it must be"),
+        ({"strategy": "fsdp2", "world_size": 0}, "`world_size=0` with `strategy='fsdp2'`"),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        predict_memory(nn.Linear(2, 2), torch.ones(1, 2), **arguments)
+
+
+def test_what_the_strategy_refuses_is_refused_in_a_prediction():
+    with pytest.raises(IncompatibleError, match="`FSDP2Strategy` moves weights and gradients"):
+        predict_memory(
+            Tied(),
+            batches(0)[0],
+            settings={"offload": "parameters"},
+            strategy="fsdp2",
+            world_size=2,
+        )
 
 
 def test_a_parameter_in_two_parts_is_refused():
