@@ -474,7 +474,7 @@ def test_a_process_is_predicted_without_the_others(report, name):
     assert not torch.distributed.is_initialized()
     # At times a thread of gloo still holds what it has sent of a block when the next one is there.
     block_bytes = sum(p.nbytes for p in Tied().blocks[0].parameters())
-    assert all(num_bytes - found.peak_bytes in (0, block_bytes) for num_bytes in measured)
+    assert all(0 <= num_bytes - found.peak_bytes <= block_bytes for num_bytes in measured)
     assert found.settings["fsdp2"] == f"1 of {RANKS} processes"
 
 
