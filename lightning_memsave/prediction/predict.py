@@ -264,7 +264,7 @@ class _Predictor:
             is_running=step.fit is not None,
             has_started=step.fit is not None and step.fit.has_started,
             emulation=emulation if on_cuda else contextlib.nullcontext,
-            num_shards=step.world_size if is_sharded else 1,
+            num_shards=step.world_size if is_sharded else 0,
             deadline_s=self.deadline_s,
         )
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])

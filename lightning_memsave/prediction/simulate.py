@@ -47,8 +47,8 @@ class SimulationSettings:
     is_running: bool = False
     has_started: bool = False
     emulation: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    num_shards: int = 1
-    """Processes among which FSDP2 shards; 1 for none."""
+    num_shards: int = 0
+    """Processes among which FSDP2 shards; 0 without it."""
     deadline_s: float | None = None
 
 
@@ -98,7 +98,7 @@ def simulate_start(
 def _processes(
     settings: SimulationSettings,
 ) -> contextlib.AbstractContextManager[Mapping[str, Any]]:
-    if settings.num_shards == 1:
+    if not settings.num_shards:
         return contextlib.nullcontext({})
     # FSDP2 takes a second to import.
     processes = importlib.import_module("lightning_memsave.prediction.processes")
