@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_memsave import FSDP2Strategy, predict_memory
+from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import Tied, batches, lit, off
 
@@ -86,7 +87,7 @@ def test_a_process_needs_what_is_predicted(found, name):
         module(),
         batches(0)[0],
         settings=settings,
-        gpu="RTX 3060 12GB",
+        gpu=local_gpu(torch.device("cuda", 0)),
         strategy="fsdp2",
         world_size=2,
     )
