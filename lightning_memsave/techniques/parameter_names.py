@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -26,6 +27,12 @@ def is_dtensor(param: Tensor) -> bool:
     # Without an import there is no instance; importing it needs a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(param, module.DTensor)
+
+
+def is_shard_of_rows(param: Tensor) -> bool:
+    """Return whether FSDP2 alone has sharded a parameter: rows, over one group of processes."""
+    placements: Any = getattr(param, "placements", ()) if is_dtensor(param) else ()
+    return len(placements) == 1 and placements[0].is_shard(0)
 
 
 def unmatched_patterns(

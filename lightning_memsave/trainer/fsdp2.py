@@ -40,8 +40,6 @@ class FSDP2StrategyMixin:
             in backward. False keeps them until then: faster, with more memory.
         save_distributed_checkpoint: Save a folder with a shard for each process. False gathers one
             file with a plain state dict, which loads on one device without this package.
-        tensor_parallel_size: Processes among which tensors of a layer are split, by the module's
-            own ``configure_model``.
         **kwargs: As of ``ModelParallelStrategy``.
 
     Raises:
@@ -62,7 +60,6 @@ class FSDP2StrategyMixin:
     num_nodes: int
     num_processes: int
     _data_parallel_size: int | str
-    _tensor_parallel_size: int
 
     def __init__(
         self,
@@ -70,11 +67,10 @@ class FSDP2StrategyMixin:
         *,
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool = False,
-        tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=1,
             save_distributed_checkpoint=save_distributed_checkpoint,
             **kwargs,
         )
@@ -85,8 +81,7 @@ class FSDP2StrategyMixin:
     def setup_environment(self) -> None:
         """Use all processes for sharding, and shard once the module has configured its model."""
         if self._data_parallel_size == "auto":
-            number = self.num_nodes * self.num_processes
-            self._data_parallel_size = number // self._tensor_parallel_size
+            self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()  # type: ignore[misc]
         self._undo = patch_method(self.lightning_module, configure_model)
 

@@ -495,17 +495,21 @@ def test_refuses_a_pattern_that_fits_nothing():
 def test_a_dtensor_is_updated_as_the_tensor_that_it_holds():
     from torch._C._distributed_c10d import HashStore
     from torch.distributed import destroy_process_group, device_mesh, init_process_group
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     plain = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
     gradients = [torch.full_like(plain, value) for value in (0.5, -0.25, 1.0)]
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = device_mesh.init_device_mesh("cpu", (1,))
-        weight: Any = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh))
+        split = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(1)]))
+        with pytest.raises(IncompatibleError, match="`optimizer=None` with tensor parallelism"):
+            LowBitOptimizer().apply(optim.AdamW([split]))
+        rows = [Shard(0)]
+        weight: Any = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, rows))
         ours, alone = (LowBitOptimizer().apply(optim.AdamW([p])).target for p in (weight, plain))
         for gradient in gradients:
-            weight.grad, plain.grad = distribute_tensor(gradient, mesh), gradient
+            weight.grad, plain.grad = distribute_tensor(gradient, mesh, rows), gradient
             ours.step()
             alone.step()
         assert torch.equal(weight.to_local(), plain)

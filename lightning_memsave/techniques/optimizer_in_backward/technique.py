@@ -26,7 +26,7 @@ from lightning_memsave.techniques.optimizer_step import (
     in_backward_of,
     updates_each_alone,
 )
-from lightning_memsave.techniques.parameter_names import is_dtensor
+from lightning_memsave.techniques.parameter_names import is_shard_of_rows
 from lightning_memsave.techniques.residences import residence_among
 from lightning_memsave.units import format_bytes
 
@@ -201,7 +201,7 @@ class OptimizerInBackward(Technique[Optimizer]):
             return wrapped
         problems, name = _problems_of_others(target), type(target).__name__
         is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if not is_alone and not all(map(is_dtensor, parameters_of(target))):
+        if not is_alone and not all(map(is_shard_of_rows, parameters_of(target))):
             why = "parameters would be updated before their gradients are averaged"
             fix = "Train on one device, or set `optimizer_in_backward=None`."
             problems.append(Problem(f"{dist.get_world_size()} processes", why, fix))
