@@ -135,13 +135,14 @@ class GradientUpdates:
                 self._hooks[param] = register(self._take)
         here = {id(param) for param in self._updated_here(optimizer)}
         sizes = [gradient_bytes(param) for param in trained if id(param) in here]
-        # More than the largest gradient would need more memory than one after the other.
         group_bytes = self._group_bytes
         if group_bytes is None:
             group_bytes = max(_GROUP_BYTES, sum(sizes) // _NUM_GROUPS)
-        self._max_bytes = min(group_bytes, max(sizes, default=0))
         if not _updates_together(optimizer):
-            self._max_bytes = 0 if self.held is None else min(self._max_bytes, _SMALL_BYTES)
+            group_bytes = 0 if self.held is None else min(group_bytes, _SMALL_BYTES)
+        self._kept_group_bytes = group_bytes
+        # More than the largest gradient would need more memory than one after the other.
+        self._max_bytes = min(group_bytes, max(sizes, default=0))
         if self.held is not None:
             self.held.expected_bytes = sum(sizes)
 
@@ -230,10 +231,12 @@ class GradientUpdates:
         num_bytes, held = 0, self.held
         for param in sorted(params, key=lambda p: held is not None and held.is_on_host(p)):
             more = gradient_bytes(param)
-            if more >= self._max_bytes:
+            is_kept = held is not None and not held.is_on_host(param)
+            max_bytes = self._kept_group_bytes if is_kept else self._max_bytes
+            if more >= max_bytes:
                 yield [param]
                 continue
-            if group and (num_bytes + more > self._max_bytes or param.device != group[0].device):
+            if group and (num_bytes + more > max_bytes or param.device != group[0].device):
                 yield group
                 group, num_bytes = [], 0
             group.append(param)
