@@ -49,7 +49,7 @@ def predict_memory(
     gpu: str | Gpu | None = None,
     attention: str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
-    strategy: Literal["fsdp2"] | None = None,
+    strategy: Literal["ddp", "fsdp2"] | None = None,
     world_size: int = 1,
     time_limit_s: float | None = TIME_LIMIT_S,
 ) -> MemoryPrediction:
@@ -78,8 +78,8 @@ def predict_memory(
             the one that torch would choose.
         trainer_arguments: Arguments of the Trainer. Only ``precision``, accumulation, gradient
             clipping and ``deterministic`` affect memory; others are ignored.
-        strategy: ``"fsdp2"`` for `FSDP2Strategy`, of whose processes the first is predicted, with a
-            batch of its own; ``None`` for one process.
+        strategy: ``"ddp"``, or ``"fsdp2"`` for `FSDP2Strategy`: the first of their processes is
+            predicted, with a batch of its own; ``None`` for one process.
         world_size: Number of processes. The others need not be there.
         time_limit_s: Stop after this time; ``None`` for never. A step that loops until a value is
             small enough would never end on fake tensors.

@@ -168,8 +168,6 @@ def step_of(
 
     device, num_batches = trainer.strategy.root_device, trainer.num_training_batches
     num_batches = 1000 if num_batches == float("inf") else max(int(num_batches), 4)
-    trained = [p for p in pl_module.parameters() if p.requires_grad]
-    bucket_bytes = sum(p.nbytes for p in trained) if copies_gradients(trainer) else 0
     return TrainingStep(
         pl_module,
         batch,
@@ -186,5 +184,7 @@ def step_of(
         },
         device=device.type,
         gpu=local_gpu(device) if device.type == "cuda" else None,
-        fit=RunningFit(num_batches, bucket_bytes, num_processes=trainer.world_size),
+        fit=RunningFit(
+            num_batches, has_buckets=copies_gradients(trainer), num_processes=trainer.world_size
+        ),
     )

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("processes")
     group.add_argument(
         "--strategy",
-        choices=("fsdp2",),
-        help="predict one of several processes: fsdp2 for strategy=memsave_fsdp2",
+        choices=("ddp", "fsdp2"),
+        help="predict one of several processes: ddp, or fsdp2 for strategy=memsave_fsdp2",
     )
     group.add_argument(
         "--world-size",

@@ -57,6 +57,7 @@ from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
 from lightning_memsave.techniques.micro_batching.technique import size_of_batches
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.techniques.optimizer_kinds import MIN_PAGED_NUMEL, PAGED_STATES
+from lightning_memsave.trainer.distributed import bucket_bytes
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
@@ -121,10 +122,11 @@ _NO_LOSS = (
     "`training_step` returned no loss: no backward pass ran and no parameter was updated. A step "
     "with a loss needs more memory."
 )
-_SHARDED = (
-    "Of the first process: the shards of others are as large or smaller. Streams of collectives "
-    "share one pool of memory here."
-)
+_OF_FIRST = {
+    "ddp": "Of one process: the others need as much, with batches of this size.",
+    "fsdp2": "Of the first process: the shards of others are as large or smaller. Streams of "
+    "collectives share one pool of memory here.",
+}
 _PAGED = "paged_"
 _CHECK_BATCH = "check that the module accepts this batch."
 _NOTHING_TO_TRAIN = "optimizer got an empty parameter list"
@@ -136,9 +138,9 @@ def predict(step: TrainingStep) -> MemoryPrediction:
     Note:
         Exceptions of the module's own code propagate, with a note.
     """
-    if step.strategy == "fsdp2" and dist.is_available() and dist.is_initialized():
+    if step.strategy is not None and dist.is_available() and dist.is_initialized():
         raise ConfigurationError(
-            '`strategy="fsdp2"` is predicted with a process group of its own, and this process has '
+            f'`strategy="{step.strategy}"` is predicted with a process group of its own, and this process has '
             "one already. Predict in a process that trains nothing."
         )
     start_s = time.monotonic()
@@ -254,8 +256,9 @@ class _Predictor:
             capability=step.capability,
             num_multiprocessors=None if step.gpu is None else step.gpu.num_multiprocessors,
         )
-        fit = step.fit or RunningFit(num_processes=step.world_size)
-        is_sharded = step.strategy == "fsdp2"
+        fit = step.fit or RunningFit(
+            has_buckets=step.strategy == "ddp", num_processes=step.world_size
+        )
         settings = SimulationSettings(
             package,
             accumulate_grad_batches=num_accumulated,
@@ -264,12 +267,14 @@ class _Predictor:
             is_running=step.fit is not None,
             has_started=step.fit is not None and step.fit.has_started,
             emulation=emulation if on_cuda else contextlib.nullcontext,
-            num_shards=step.world_size if is_sharded else 0,
+            strategy=step.strategy,
+            world_size=step.world_size,
             deadline_s=self.deadline_s,
         )
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
         with paged.looking():
             recording = simulate_steps(self.pl_module, batch, [callback], settings)
+        buckets = bucket_bytes(self.pl_module) if fit.has_buckets else []
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
         rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
@@ -277,7 +282,7 @@ class _Predictor:
             recording,
             device=step.device,
             model=type(inner_of(self.pl_module)).__name__,
-            extra=[("input", rest_bytes), ("other", fit.other_bytes)],
+            extra=[("input", rest_bytes), *(("other", size) for size in buckets)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
             # It proves how the losses of micro-batches add up.
             has_run=size_of_batches(arguments["micro_batch_size"]) is not None
@@ -291,7 +296,7 @@ class _Predictor:
             | {r.name: f"{r.value}: {'; '.join(r.details)}" for r in rows if r.status == "off"},
             assumptions=(
                 *assumptions,
-                *((_SHARDED,) if is_sharded else ()),
+                *((_OF_FIRST[step.strategy],) if step.strategy else ()),
                 *_forms(rows),
                 *(self._cuda_assumptions(recording, fit) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),

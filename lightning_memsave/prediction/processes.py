@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_memsave.trainer.fsdp2 import strategy_class
+from lightning_memsave.trainer.fsdp2 import strategy_class as fsdp2_class
 
 
 @contextlib.contextmanager
-def first_of(world_size: int, package: ModuleType) -> Iterator[dict[str, Any]]:
-    """Give the arguments of a Trainer in which FSDP2 shards with processes that are not there."""
+def first_of(world_size: int, name: str, package: ModuleType) -> Iterator[dict[str, Any]]:
+    """Give the arguments of a Trainer that trains with processes that are not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    strategy = strategy_class(package.__name__)()
+    strategy = _CLASSES[name](package.__name__)()
     strategy.broadcast, strategy.barrier = _same, _nothing
     try:
         yield {
@@ -26,6 +26,15 @@ def first_of(world_size: int, package: ModuleType) -> Iterator[dict[str, Any]]:
         }
     finally:
         dist.destroy_process_group()
+
+
+# DDP's reducer reads memory, which fake tensors do not have. All that it adds are its buckets.
+def _ddp_class(package: str) -> type[Any]:
+    parent: Any = importlib.import_module(f"{package}.strategies").DDPStrategy
+    return type("DDPStrategy", (parent,), {"configure_ddp": lambda self: None})
+
+
+_CLASSES = {"ddp": _ddp_class, "fsdp2": fsdp2_class}
 
 
 # What processes tell each other are objects, for which they compute with real tensors.

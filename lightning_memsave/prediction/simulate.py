@@ -47,8 +47,8 @@ class SimulationSettings:
     is_running: bool = False
     has_started: bool = False
     emulation: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    num_shards: int = 0
-    """Processes among which FSDP2 shards; 0 without it."""
+    strategy: str | None = None
+    world_size: int = 1
     deadline_s: float | None = None
 
 
@@ -98,12 +98,12 @@ def simulate_start(
 def _processes(
     settings: SimulationSettings,
 ) -> contextlib.AbstractContextManager[Mapping[str, Any]]:
-    if not settings.num_shards:
+    if settings.strategy is None:
         return contextlib.nullcontext({})
     # FSDP2 takes a second to import.
     processes = importlib.import_module("lightning_memsave.prediction.processes")
     found: contextlib.AbstractContextManager[Mapping[str, Any]] = processes.first_of(
-        settings.num_shards, settings.package
+        settings.world_size, settings.strategy, settings.package
     )
     return found
 

@@ -40,7 +40,8 @@ _DEFAULT_PRECISION = ("32", "32-true")
 @dataclass(frozen=True)
 class RunningFit:
     num_batches: int = 1000
-    other_bytes: int = 0
+    has_buckets: bool = False
+    """DDP has a copy of all gradients."""
     has_started: bool = True
     num_processes: int = 1
 
@@ -234,10 +235,10 @@ def _check_mapping(value: Any, name: str, example: str) -> None:
 
 
 def _check_processes(strategy: str | None, world_size: int) -> None:
-    if strategy not in (None, "fsdp2"):
+    if strategy not in (None, "ddp", "fsdp2"):
         raise ConfigurationError(
             f"`strategy={strategy!r}` is not predicted. Use `strategy='fsdp2'` for the Trainer's "
-            "`strategy='memsave_fsdp2'`, or `None` for one process."
+            "`strategy='memsave_fsdp2'`, `strategy='ddp'`, or `None` for one process."
         )
     if type(world_size) is not int or world_size < 1 or (strategy is None and world_size > 1):
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Synchronize gradients, buffers and values over processes, bypassing DDP where needed."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -54,6 +54,12 @@ def copies_gradients(trainer: Any) -> bool:
         return not ddp.gradient_as_bucket_view
     settings = vars(trainer.strategy).get("_ddp_kwargs")  # only `DDPStrategy` has them
     return settings is not None and not settings.get("gradient_as_bucket_view")
+
+
+def bucket_bytes(module: nn.Module) -> list[int]:
+    """Return the sizes of the buckets in which DDP copies all gradients."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return [sum(p.nbytes for p in bucket) for bucket in _buckets(trained[::-1])]
 
 
 @contextlib.contextmanager
@@ -156,7 +162,7 @@ def _average_bucket(bucket: list[torch.Tensor], world_size: int) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def _buckets(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:

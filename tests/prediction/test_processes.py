@@ -1,0 +1,71 @@
+"""One process of several is predicted without the others; DDP, compared with two that train."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memsave import MemoryPrediction, predict_memory
+from lightning_memsave.errors import IncompatibleError
+from tests.callbacks.lit import summary_of
+from tests.callbacks.ranks import RANKS, Notes, make_report
+from tests.trainer.test_fsdp2 import batches, off, train, without_validation
+
+pytestmark = pytest.mark.slow
+
+MEASURED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "8bit": {"optimizer": "8bit"},
+    "activation_checkpointing": {"activation_checkpointing": "all"},
+    "accumulate_grad_batches": {"accumulate_grad_batches": 2},
+    "micro_batch_size": {"micro_batch_size": 1},
+}
+
+
+def of_peaks() -> Notes:
+    notes: Notes = {}
+    for name, settings in MEASURED.items():
+        callback = off(**settings)
+        gc.collect()  # what earlier fits have left
+        train(without_validation(), callback, strategy="ddp", limit_val_batches=0)
+        found = callback.prediction
+        notes[name] = [summary_of(callback).peak_bytes, found and found.peak_bytes]
+    return notes
+
+
+SCENARIOS = {"peaks": of_peaks}
+
+
+@pytest.fixture(scope="module")
+def report(request):
+    return make_report(request)
+
+
+def predicted(settings: dict[str, Any], world_size: int, **more: Any) -> MemoryPrediction:
+    given = {"preset": "off", **settings}
+    more = {"device": "cpu", "strategy": "ddp", "world_size": world_size} | more
+    return predict_memory(without_validation(), batches(0)[0], settings=given, **more)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_process_of_ddp_is_predicted_without_the_others(report, name):
+    found = predicted(MEASURED[name], RANKS)
+    assert not torch.distributed.is_initialized()
+    (first, of_fit), (second, _) = (notes[name] for notes in report("peaks"))
+    assert first == second == of_fit == found.peak_bytes
+    assert found.settings["ddp"] == f"1 of {RANKS} processes"
+
+
+def test_ddp_holds_a_copy_of_all_gradients_in_each_process():
+    alone = predict_memory(
+        without_validation(), batches(0)[0], settings={"preset": "off"}, device="cpu"
+    )
+    one, many = (predicted({}, number) for number in (1, 8))
+    assert one.peak_bytes == many.peak_bytes
+    assert one.peak_bytes - alone.peak_bytes == alone.peak.gradient_bytes
+
+
+def test_what_ddp_refuses_is_refused_in_a_prediction():
+    with pytest.raises(IncompatibleError, match="`DDPStrategy` shares gradients"):
+        predicted({"optimizer_in_backward": True}, RANKS)
