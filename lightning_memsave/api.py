@@ -137,6 +137,8 @@ def plan_memory(
     loss: Callable[[Any, Any], Tensor] | None = None,
     attention: str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
+    strategy: Literal["ddp", "fsdp2"] | None = None,
+    world_size: int = 1,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> MemoryPlan:
     """Find the fastest settings that fit a budget of memory, without a GPU.
@@ -158,6 +160,8 @@ def plan_memory(
         loss: As for `predict_memory`.
         attention: As for `predict_memory`.
         trainer_arguments: As for `predict_memory`.
+        strategy: As for `predict_memory`.
+        world_size: As for `predict_memory`.
         time_limit_s: Seconds after which nothing more is predicted.
 
     Returns:
@@ -192,6 +196,8 @@ def plan_memory(
         loss=loss,
         attention=attention,
         trainer_arguments=trainer_arguments,
+        strategy=strategy,
+        world_size=world_size,
         time_limit_s=time_limit_s,
         base=PLANNED,
     )

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from lightning_memsave.cli.arguments import (
     read_step,
     running_code_of,
     show_notes,
+    whole_number,
 )
 from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
 
@@ -38,6 +40,7 @@ memsave plan config.json --batch 64x128 --gpu RTX-3060-12GB
 memsave plan config.json --batch 64x128 --gpu T4,RTX-3060-12GB,A100-40GB
 memsave plan package.module:LitModel --batch 8x512 --budget 10GiB --exactness bitwise
 memsave plan config.yaml --batch 8x512 --gpu T4 --budget 0.9 --set optimizer=8bit
+memsave plan config.json --batch 8x512 --gpu RTX-4090 --world-size 2
 memsave plan gpt2/ --batch 8x512 --gpu T4 --html plan.html --json > plan.json"""
 
 
@@ -58,9 +61,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bitwise", "rounding", "approximate"),
         help="how far results may move; default: that in a YAML file, else approximate",
     )
+    group = parser.add_argument_group("processes")
+    group.add_argument(
+        "--world-size",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="number of processes that train together, each with such a batch; default: 1",
+    )
+    group.add_argument(
+        "--strategy",
+        metavar="NAMES",
+        help="how they train: ddp, fsdp2 for strategy=memsave_fsdp2, or one for a process alone; "
+        "separated with commas to compare them; default with --world-size: all",
+    )
     group = parser.add_argument_group("output")
     group.add_argument("--html", metavar="FILE", help="write the result as a web page")
     group.add_argument("--json", action="store_true", help="print JSON")
+
+
+_ALONE = "one"
+_STRATEGIES = (_ALONE, "ddp", "fsdp2")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,11 +106,24 @@ def run(arguments: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class _Case:
     gpu: "Gpu | None"
+    strategy: str
+    world_size: int
     budget_bytes: int
     margin_bytes: int
     unchanged: "MemoryPrediction"
     found: "MemoryPlan | None" = None
     refusal: InfeasiblePlanError | None = None
+
+    @property
+    def name(self) -> str:
+        gpu = "the budget" if self.gpu is None else self.gpu.name
+        return gpu if self.strategy == _ALONE else f"{self.world_size} x {gpu}, {self.strategy}"
+
+    @property
+    def sample_seconds(self) -> float:
+        """Seconds for each sample, by the least that a step should take."""
+        least_s = math.inf if self.found is None else self.found.step_seconds(self.best)[0]
+        return least_s / self.world_size
 
     @property
     def best(self) -> "Plan":
@@ -153,12 +187,16 @@ def _cases(
     with running_code_of(target.name):
         first = what_if_of(step, target.parameter_source())
         gpus = read_gpus(arguments) or (None,)
-        steps = [replace(first, step=replace(first.step, gpu=gpu)) for gpu in gpus]
+        steps = [
+            (name, replace(first, step=replace(one, gpu=gpu)))
+            for name, one in _with_processes(step, arguments)
+            for gpu in gpus
+        ]
         # A wrong budget is an error before anything is predicted.
-        budgets = [budget_of(step, budget) for step in steps]
-        for what_if, budget_bytes in zip(steps, budgets, strict=True):
+        budgets = [budget_of(what_if, budget) for _, what_if in steps]
+        for (name, what_if), budget_bytes in zip(steps, budgets, strict=True):
             gpu = what_if.step.gpu
-            kernels = kernels_of(gpu)
+            kernels = name, kernels_of(gpu)
             if kernels not in unchanged:
                 unchanged[kernels] = unchanged_step(what_if)
             # What one GPU's kernels need is predicted once.
@@ -169,9 +207,28 @@ def _cases(
                 search = search_of(what_if, exactness, arguments.time_limit)
             searches[kernels] = search
             margin_bytes = margin_of(budget_bytes, what_if.step.device)
-            case = _Case(gpu, budget_bytes, margin_bytes, unchanged[kernels])
+            number = what_if.step.world_size
+            case = _Case(gpu, name, number, budget_bytes, margin_bytes, unchanged[kernels])
             found.append(_planned(case, search, target.name, arguments))
     return found
+
+
+def _with_processes(
+    step: "TrainingStep", arguments: argparse.Namespace
+) -> list[tuple[str, "TrainingStep"]]:
+    number = arguments.world_size
+    names = [_ALONE] if number == 1 else [*_STRATEGIES]
+    if arguments.strategy is not None:
+        names = arguments.strategy.split(",")
+        if not {*names} <= {*_STRATEGIES}:
+            raise ConfigurationError(
+                f"--strategy {arguments.strategy} is not known. Use one or several of "
+                f"{', '.join(_STRATEGIES)}, separated with commas."
+            )
+    return [
+        (name, step if name == _ALONE else replace(step, strategy=name, world_size=number))
+        for name in names
+    ]
 
 
 def _planned(case: _Case, search: "PlanSearch", name: str, arguments: argparse.Namespace) -> _Case:
@@ -188,10 +245,11 @@ def _planned(case: _Case, search: "PlanSearch", name: str, arguments: argparse.N
         ) from error
 
 
+# The fewest and smallest GPUs; of several strategies the fastest.
 def _smallest_that_fits(cases: list[_Case]) -> _Case | None:
     return min(
-        (case for case in cases if case.found is not None and case.gpu is not None),
-        key=lambda case: case.gpu.total_bytes if case.gpu else 0,
+        (case for case in cases if case.found is not None),
+        key=lambda case: (case.budget_bytes, case.sample_seconds),
         default=None,
     )
 
@@ -208,8 +266,18 @@ def _yaml(case: _Case, target: "Target", arguments: argparse.Namespace) -> str:
     shown |= {n: given[n] for n in shown if isinstance(given.get(n), dict)}
     found = {n: v if isinstance(v, dict) else plain(v) for n, v in shown.items()}
     callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": found}
-    text: str = yaml.safe_dump({"trainer": {"callbacks": [callback]}}, sort_keys=False)
+    text: str = yaml.safe_dump(
+        {"trainer": {**_trainer(case), "callbacks": [callback]}}, sort_keys=False
+    )
     return text
+
+
+def _trainer(case: _Case) -> dict[str, Any]:
+    if case.strategy == _ALONE:
+        return {}
+    from lightning_memsave.prediction.training_step import STRATEGIES
+
+    return {"strategy": STRATEGIES[case.strategy], "devices": case.world_size}
 
 
 def _to_dict(
@@ -223,6 +291,8 @@ def _to_dict(
             ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds")
         )
         return {
+            "strategy": None if case.strategy == _ALONE else case.strategy,
+            "world_size": case.world_size,
             "unchanged_bytes": case.unchanged.device_bytes,
             "budget_bytes": case.budget_bytes,
             "margin_bytes": case.margin_bytes,
@@ -237,9 +307,13 @@ def _to_dict(
         **of(shown),
         "yaml": _yaml(shown, target, arguments),
         "gpus": [
-            {"name": case.gpu.name, "total_bytes": case.gpu.total_bytes, **of(case)}
+            {
+                "name": case.gpu and case.gpu.name,
+                "total_bytes": case.gpu and case.gpu.total_bytes,
+                **of(case),
+            }
             for case in cases
-            if case.gpu is not None
+            if case.gpu is not None or len(cases) > 1
         ],
     }
 
@@ -256,9 +330,7 @@ def _show(
     parts: list[RenderableType] = []
     if len(cases) > 1:
         parts += [_gpu_table(cases), Text()]
-        for case in cases:
-            assert case.gpu is not None, "there is one case without a GPU, or one for each"
-            parts.append(Text(f"{case.gpu.name}: {case.best.short}"))
+        parts += [Text(f"{case.name}: {case.best.short}") for case in cases]
         parts += [Text(), Text(_verdict(cases)), Text()]
     if shown.refusal is not None:
         parts.append(Text(str(shown.refusal)))
@@ -276,10 +348,14 @@ def _show(
 
 def _verdict(cases: list[_Case]) -> str:
     smallest = _smallest_that_fits(cases)
-    if smallest is None or smallest.gpu is None:
-        name = "" if cases[0].gpu is None else cases[0].gpu.name
-        return f"None of these GPUs is enough. For {name}:"
-    return f"{smallest.gpu.name} is enough, the smallest of them. Its plan:"
+    if smallest is None:
+        return f"None of these is enough. For {cases[0].name}:"
+    why = "the fastest of them" if _in_processes(cases) else "the smallest of them"
+    return f"{smallest.name} is enough, {why}. Its plan:"
+
+
+def _in_processes(cases: list[_Case]) -> bool:
+    return len({case.strategy for case in cases}) > 1
 
 
 def _gpu_table(cases: list[_Case]) -> "Table":
@@ -288,14 +364,18 @@ def _gpu_table(cases: list[_Case]) -> "Table":
     from lightning_memsave.core.plain_text import figure_table
     from lightning_memsave.units import format_bytes
 
-    numbers = ("budget", "unchanged", "plan", "time")
+    numbers = ["budget", "unchanged", "plan", "time"]
+    numbers += ["samples/s"] if _in_processes(cases) else []
     table = figure_table("GPU", "fits", *numbers, "exactness", numbers=numbers)
+    fastest_s = min(case.sample_seconds for case in cases)
     for case in cases:
-        name = "" if case.gpu is None else case.gpu.name
         best = case.best
         sizes = (format_bytes(n) for n in (case.budget_bytes, case.unchanged.device_bytes))
         time = f"{best.time_ratio:.2f}"
-        cells = (name, "NO" if case.found is None else "yes", *sizes, best.size, time)
+        speed = [f"{fastest_s / case.sample_seconds:.2f}"] if case.found else ["-"]
+        speed = speed if _in_processes(cases) else []
+        fits = "NO" if case.found is None else "yes"
+        cells = (case.name, fits, *sizes, best.size, time, *speed)
         style = "bold red" if case.found is None else ""
         table.add_row(*map(Text, (*cells, best.exactness)), style=style)
     return table

@@ -155,6 +155,9 @@ class PlanSearch:
         )
 
     def _notes(self, best: Estimate) -> Iterator[str]:
+        step = self._what_if.step
+        if step.strategy is not None:
+            yield f"For each process of `{step.trainer_code}`, with such a batch in each."
         if self.is_out_of_time:
             yield (
                 f"The search was cut off after {self._variants.seconds_so_far:.0f} s of processor "

@@ -1,5 +1,6 @@
 """Estimate how long a step takes, from its kernels."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ PASSES = {
 }
 """The phases of each pass."""
 _COPIES = ("to_host", "from_host")
-_LANES = ("device", *_COPIES, "host")
+_LANES = ("device", *_COPIES, "host", "network")
 Lane = tuple[str, str]
 
 
@@ -42,6 +43,7 @@ class Rates:
     launch_s: float
     has_lanes: bool = True
     host_memory_bytes: float = HOST_MEMORY
+    network_bytes: float = math.inf
 
     @classmethod
     def of_gpu(cls, throughput: Throughput) -> Self:
@@ -52,6 +54,7 @@ class Rates:
             MEMORY * throughput.memory_bytes,
             MEMORY * throughput.host_bytes,
             LAUNCH_S,
+            network_bytes=MEMORY * throughput.link_bytes,
         )
 
     def seconds(self, kernel: Kernel) -> float:
@@ -60,6 +63,8 @@ class Rates:
             return max(kernel.num_bytes / self.host_bytes, self.launch_s)
         if kernel.kind == "host":
             return max(kernel.num_bytes / self.host_memory_bytes, self.launch_s)
+        if kernel.kind == "network":
+            return kernel.num_bytes / self.network_bytes
         table = self.attention if kernel.kind == "attention" else self.products
         repeats = RECOMPUTED if kernel.phase == "recomputation" else 1
         return max(
@@ -72,8 +77,9 @@ class Rates:
         """Schedule a step on lanes.
 
         A part copies to the host while later ones compute; what it needs comes while earlier ones
-        do. The host updates weights in backward once their gradients are there; after backward in
-        forward order, and each part waits for its own.
+        do, from the host and from other processes, which get its gradients meanwhile. The host
+        updates weights in backward once their gradients are there; after backward in forward order,
+        and each part waits for its own.
         """
         found = {phase: 0.0 for phases in PASSES.values() for phase in phases}
         in_pass = {
@@ -87,18 +93,18 @@ class Rates:
         }
         updates = self._updates(in_pass)
         for name, phases in PASSES.items():
-            device, to_host, from_host, host = in_pass[name].values()
+            device, to_host, from_host, host, network = in_pass[name].values()
             for phase in phases:
                 found[phase] += sum(part.get((phase, "device"), 0.0) for part in parts[name])
             stages, waits_s = [from_host, device, to_host], sum(host)
             if name == "backward":
-                stages, waits_s = [*stages, host], 0.0
+                stages, waits_s = [*stages, host, network], 0.0
             elif name == "forward":
-                stages = [updates, *stages]
+                stages = [updates, network, *stages]
             elif any(updates):
                 waits_s = 0.0
             if not self.has_lanes:
-                stages, waits_s = [device], sum(to_host) + sum(from_host) + sum(host)
+                stages, waits_s = [device], sum(map(sum, (to_host, from_host, host, network)))
             found[phases[-1]] += _pipelined(stages) - sum(device) + waits_s
         return found
 
@@ -120,7 +126,7 @@ def _pipelined(stages: Sequence[Sequence[float]]) -> float:
 
 
 def lane_of(kernel: Kernel) -> Lane:
-    """Name the phase of a kernel and its lane: "device", "to_host", "from_host" or "host"."""
+    """Name the phase of a kernel and its lane: "device", "host", "network", or a copy."""
     return kernel.phase, kernel.kind if kernel.kind in _LANES else "device"
 
 
@@ -161,7 +167,10 @@ def measure_cpu_rates() -> Rates:
     launch_s = _seconds(_tiny_pass) / (2 * _NUM_TINY)
     host = host_memory_rate()
     return Rates(
-        *(products, products, memory, link, launch_s), has_lanes=False, host_memory_bytes=host
+        *(products, products, memory, link, launch_s),
+        has_lanes=False,
+        host_memory_bytes=host,
+        network_bytes=link,
     )
 
 

@@ -16,20 +16,21 @@ class Peaks:
     def __init__(
         self,
         recording: Recording,
-        extra: Sequence[tuple[str, int]] = (),
+        extra: Sequence[tuple[str, int, str]] = (),
         workspaces: Sequence[int] = (),
         *,
         has_run: bool = False,
     ) -> None:
         self.events = recording.events
-        self.blocks = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
+        # Category, bytes and module.
+        self.blocks = [*extra, *(("other", num_bytes, "") for num_bytes in workspaces)]
         # What is there before the first batch has no operator.
         start = [at for at, event in enumerate(self.events) if has_run and event.op][:1]
         firsts = [*start, recording.first_products.get("forward", 0)][:1]
         firsts.append(recording.first_products.get("backward", 0))
         self._workspace_places = firsts[: len(workspaces)]
         self.extra = sum(
-            (MemoryBreakdown.from_categories({name: size}) for name, size in self.blocks),
+            (MemoryBreakdown.from_categories({name: size}) for name, size, _ in self.blocks),
             MemoryBreakdown(),
         )
         self.at_peak, by_phase = self._find()
@@ -55,13 +56,12 @@ class Peaks:
         return peak, {phase: index for phase, (live, index) in by_phase.items() if live >= 0}
 
     def by_module(self) -> dict[str, MemoryBreakdown]:
+        alive = [(t.category, t.num_bytes, t.module) for t in self._alive(self.at_peak)]
         found: dict[str, dict[str, int]] = {}
-        for tensor in self._alive(self.at_peak):
-            of_module = found.setdefault(tensor.module, {})
-            of_module[tensor.category] = of_module.get(tensor.category, 0) + tensor.num_bytes
-        result = {name: MemoryBreakdown.from_categories(c) for name, c in found.items()}
-        result[""] = result.get("", MemoryBreakdown()) + self.extra
-        return result
+        for category, num_bytes, module in (*alive, *self.blocks):
+            of_module = found.setdefault(module, {})
+            of_module[category] = of_module.get(category, 0) + num_bytes
+        return {name: MemoryBreakdown.from_categories(c) for name, c in found.items()}
 
     def largest(self) -> tuple[TensorMemory, ...]:
         found = sorted(self._alive(self.at_peak), key=lambda tensor: -tensor.num_bytes)
@@ -100,8 +100,8 @@ class Peaks:
 
     def trace(self) -> StepTrace:
         numbers: dict[int, int] = {}
-        at_start = [num_bytes for _, num_bytes in self.blocks]
-        storages = [(category, Origin()) for category, _ in self.blocks]
+        at_start = [num_bytes for _, num_bytes, _ in self.blocks]
+        storages = [(category, Origin(module)) for category, _, module in self.blocks]
         changes: list[tuple[int, int]] = []
         for position, event in enumerate(self.events[: self.end]):
             storage = event.storage
@@ -122,7 +122,7 @@ class Peaks:
         places: dict[int, list[tuple[int, int]]] = {}
         num_others = len(self.blocks) - len(self._workspace_places)
         firsts = [*[0] * num_others, *self._workspace_places]
-        for number, (at, (_, num_bytes)) in enumerate(zip(firsts, self.blocks, strict=True)):
+        for number, (at, (_, num_bytes, _)) in enumerate(zip(firsts, self.blocks, strict=True)):
             if num_bytes:
                 places.setdefault(at, []).append((-1 - number, num_bytes))
         for position, event in enumerate(self.events):

@@ -57,7 +57,7 @@ from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
 from lightning_memsave.techniques.micro_batching.technique import size_of_batches
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.techniques.optimizer_kinds import MIN_PAGED_NUMEL, PAGED_STATES
-from lightning_memsave.trainer.distributed import bucket_bytes
+from lightning_memsave.trainer.distributed import gradient_bytes
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
@@ -68,7 +68,7 @@ def summarise(
     *,
     device: str,
     model: str,
-    extra: Sequence[tuple[str, int]] = (),
+    extra: Sequence[tuple[str, int, str]] = (),
     workspaces: Sequence[int] = (),
     has_run: bool = False,
     **said: Any,
@@ -140,8 +140,8 @@ def predict(step: TrainingStep) -> MemoryPrediction:
     """
     if step.strategy is not None and dist.is_available() and dist.is_initialized():
         raise ConfigurationError(
-            f'`strategy="{step.strategy}"` is predicted with a process group of its own, and this process has '
-            "one already. Predict in a process that trains nothing."
+            f'`strategy="{step.strategy}"` is predicted with a process group of its own, and this '
+            "process has one already. Predict in a process that trains nothing."
         )
     start_s = time.monotonic()
     limit_s = math.inf if step.time_limit_s is None else step.time_limit_s
@@ -274,15 +274,19 @@ class _Predictor:
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
         with paged.looking():
             recording = simulate_steps(self.pl_module, batch, [callback], settings)
-        buckets = bucket_bytes(self.pl_module) if fit.has_buckets else []
+        copied = gradient_bytes(inner_of(self.pl_module)) if fit.has_buckets else {}
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
+        recording.work = recording.work.with_all_reduce(copied, fit.num_processes)
         rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
         return summarise(
             recording,
             device=step.device,
             model=type(inner_of(self.pl_module)).__name__,
-            extra=[("input", rest_bytes), *(("other", size) for size in buckets)],
+            extra=[
+                ("input", rest_bytes, ""),
+                *(("other", size, name) for name, size in copied.items()),
+            ],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
             # It proves how the losses of micro-batches add up.
             has_run=size_of_batches(arguments["micro_batch_size"]) is not None

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +34,7 @@ def _ddp_class(package: str) -> type[Any]:
     return type("DDPStrategy", (parent,), {"configure_ddp": lambda self: None})
 
 
-_CLASSES = {"ddp": _ddp_class, "fsdp2": fsdp2_class}
+_CLASSES: dict[str, Callable[[str], type[Any]]] = {"ddp": _ddp_class, "fsdp2": fsdp2_class}
 
 
 # What processes tell each other are objects, for which they compute with real tensors.

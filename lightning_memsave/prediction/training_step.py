@@ -28,6 +28,8 @@ OFF: Mapping[str, Any] = {"preset": "off"}
 """Arguments of `MemSaveCallback` with which nothing is on."""
 MakeOptimizer = Callable[..., Optimizer]
 ComputeLoss = Callable[[Any, Any], Tensor]
+STRATEGIES: Mapping[str, str] = MappingProxyType({"ddp": "ddp", "fsdp2": "memsave_fsdp2"})
+"""What can be predicted with several processes, and its name for the Trainer."""
 _CAPABILITY = (8, 0)  # assumed if no GPU is named
 # Predictions are for a single device: arguments on devices and strategies are ignored.
 _MEMORY_ARGUMENTS = (
@@ -128,6 +130,12 @@ class TrainingStep:
         if 0 <= arguments.get("max_steps", -1) < MAX_STEPS:
             del arguments["max_steps"]
         return MappingProxyType(arguments)
+
+    @property
+    def trainer_code(self) -> str:
+        if self.strategy is None:
+            return "Trainer()"
+        return f'Trainer(strategy="{STRATEGIES[self.strategy]}", devices={self.world_size})'
 
     @property
     def precision(self) -> str:
@@ -235,7 +243,7 @@ def _check_mapping(value: Any, name: str, example: str) -> None:
 
 
 def _check_processes(strategy: str | None, world_size: int) -> None:
-    if strategy not in (None, "ddp", "fsdp2"):
+    if strategy is not None and strategy not in STRATEGIES:
         raise ConfigurationError(
             f"`strategy={strategy!r}` is not predicted. Use `strategy='fsdp2'` for the Trainer's "
             "`strategy='memsave_fsdp2'`, `strategy='ddp'`, or `None` for one process."

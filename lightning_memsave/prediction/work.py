@@ -14,7 +14,16 @@ from lightning_memsave.core.memory import HOST, category_in_context, is_host, re
 from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.measure.storages import operands, storages_of
 
-Kind = Literal["product", "attention", "convolution", "elementwise", "to_host", "from_host", "host"]
+Kind = Literal[
+    "product",
+    "attention",
+    "convolution",
+    "elementwise",
+    "to_host",
+    "from_host",
+    "host",
+    "network",
+]
 Phase = Literal["forward", "recomputation", "backward", "optimizer"]
 
 # They allocate or describe memory, or ask for a number; views are known by their schema.
@@ -73,6 +82,15 @@ class Work:
             tuple((k, n if k.phase == "optimizer" else n * factor) for k, n in self.kernels)
         )
 
+    def with_all_reduce(self, sizes: Mapping[str, int], world_size: int) -> "Work":
+        """Add what DDP does with gradients, by module, once per step: in a ring."""
+        share = 2 * (world_size - 1) / world_size
+        found = [
+            (Kernel("backward", "network", "", 0, int(share * size), 0, name), 1.0)
+            for name, size in sizes.items()
+        ]
+        return Work((*self.kernels, *found))
+
     def __iter__(self) -> Iterator[tuple[Kernel, float]]:
         return iter(self.kernels)
 
@@ -112,6 +130,8 @@ class WorkCounter:
                 num_bytes //= 2
             elif kind == "host":
                 num_bytes *= traits.slowness_on_host
+        elif kind == "network":
+            num_bytes = _sent_bytes([_moved_bytes(tensor) for tensor in tensors])
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
         num_launches, num_tensors = traits.num_launches, len(args[0]) if traits.is_list else 1
         if traits.is_list:
@@ -164,6 +184,11 @@ def _phase(in_step: bool) -> Phase:
     return "forward"
 
 
+# A ring sends all but the own shard, of what is gathered or to be summed.
+def _sent_bytes(sizes: Sequence[int]) -> int:
+    return abs(sizes[0] - sizes[1]) if len(sizes) == 2 else sum(sizes)
+
+
 # Expanded and sparse tensors have fewer bytes than elements.
 def _moved_bytes(tensor: Tensor) -> int:
     num_bytes = sum(storage.nbytes() for storage in storages_of(tensor))
@@ -191,7 +216,9 @@ def _traits_of(func: Any) -> _Traits:
         return _Traits(False)
     count = flop_formula(func)
     kind: Kind = "elementwise" if count is None else "product"
-    if "scaled_dot_product" in name:
+    if func._schema.name.startswith("c10d::"):
+        kind = "network"
+    elif "scaled_dot_product" in name:
         kind = "attention"
     elif "convolution" in name:
         kind = "convolution"

@@ -1,7 +1,7 @@
 """Synchronize gradients, buffers and values over processes, bypassing DDP where needed."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -56,10 +56,14 @@ def copies_gradients(trainer: Any) -> bool:
     return settings is not None and not settings.get("gradient_as_bucket_view")
 
 
-def bucket_bytes(module: nn.Module) -> list[int]:
-    """Return the sizes of the buckets in which DDP copies all gradients."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return [sum(p.nbytes for p in bucket) for bucket in _buckets(trained[::-1])]
+def gradient_bytes(module: nn.Module) -> dict[str, int]:
+    """Return the bytes of all gradients by module, of which DDP has a copy in buckets."""
+    found: dict[str, int] = {}
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            owner = name.rpartition(".")[0]
+            found[owner] = found.get(owner, 0) + param.nbytes
+    return found
 
 
 @contextlib.contextmanager
@@ -162,7 +166,7 @@ def _average_bucket(bucket: list[torch.Tensor], world_size: int) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _buckets(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:

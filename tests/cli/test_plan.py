@@ -206,6 +206,48 @@ class TestGpus:
         assert found["gpu"] == "T4"
 
 
+class TestProcesses:
+    def test_ways_to_use_two_gpus_are_compared(self, capsys):
+        options = [f"--set={name}=null" for name in FIXED]
+        arguments = ("plan", *GPT2, *options, "--gpu", "3GiB", "--world-size", "2")
+        found = json_of(capsys, *arguments)
+        ways = [(one["strategy"], one["world_size"]) for one in found["gpus"]]
+        assert ways == [(None, 1), ("ddp", 2), ("fsdp2", 2)]
+        assert main([*arguments]) == 0
+        table, plans, verdict, *_ = capsys.readouterr().out.split("\n\n")
+        names = ["3GiB", "2 x 3GiB, ddp", "2 x 3GiB, fsdp2"]
+        assert [line[:15].strip() for line in table.splitlines()[1:]] == names
+        assert [line.partition(":")[0] for line in plans.splitlines()] == names
+        fastest = [
+            line[:15].strip() for line in table.splitlines() if re.search(r" 1\.00 +\w+$", line)
+        ]
+        assert verdict == f"{fastest[0]} is enough, the fastest of them. Its plan:"
+        expected = {"2 x 3GiB, ddp": "ddp", "2 x 3GiB, fsdp2": "memsave_fsdp2"}
+        trainer = yaml.safe_load(found["yaml"])["trainer"]
+        assert trainer.get("strategy") == expected.get(fastest[0])
+
+    def test_the_plan_of_one_way_is_that_of_python(self, capsys):
+        options = ("--set=optimizer_in_backward=null", "--world-size", "4", "--strategy", "fsdp2")
+        found = json_of(capsys, "plan", *GPT2, "--gpu", "3GiB", *BITWISE, *options)
+        expected = plan_memory(
+            load_target("gpt2"),
+            TOKENS,
+            settings={"offload": None, "optimizer_in_backward": None},
+            gpu="3GiB",
+            exactness="bitwise",
+            strategy="fsdp2",
+            world_size=4,
+        )
+        assert found["plan"]["how"] == expected.plan.how
+        assert 'Trainer(strategy="memsave_fsdp2", devices=4)' in str(expected)
+        trainer = yaml.safe_load(found["yaml"])["trainer"]
+        assert (trainer["strategy"], trainer["devices"]) == ("memsave_fsdp2", 4)
+
+    def test_an_unknown_way_is_refused(self, capsys):
+        arguments = ("plan", *GPT2, "--gpu", "T4", "--strategy", "fsdp,ddp")
+        assert "Use one or several of one, ddp, fsdp2" in message_of(capsys, *arguments)
+
+
 class TestNoPlan:
     ARGUMENTS = ("plan", *GPT2, "--budget", "1GiB", *BITWISE)
 

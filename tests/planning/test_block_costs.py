@@ -28,20 +28,23 @@ CHOICES = (
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
+    ("settings", "error", "strategy"),
     [
-        ({}, 0.01),
-        pytest.param({"optimizer_in_backward": True}, 0.01, marks=pytest.mark.exhaustive),
-        pytest.param({"micro_batch_size": 1}, 0.03, marks=pytest.mark.exhaustive),
+        ({}, 0.01, None),
+        pytest.param({"optimizer_in_backward": True}, 0.01, None, marks=pytest.mark.exhaustive),
+        pytest.param({"micro_batch_size": 1}, 0.03, None, marks=pytest.mark.exhaustive),
+        ({}, 0.01, "ddp"),
+        ({}, 0.07, "fsdp2"),  # in which block the next one is gathered
     ],
     ids=str,
 )
 @pytest.mark.turns(2)
-def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, error):
+def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, error, strategy):
     model = planned("gpt2").model
     (run,) = runs_of(model, find_blocks(model))
     assert len(run) == 6
     step = what_if_of("gpt2").step.with_settings({"precision": "32-true", **settings})
+    step = replace(step, strategy=strategy, world_size=1 if strategy is None else 4)
     few = replace(
         step.with_settings({"activation_checkpointing": value_of(RECORDED)}),
         change=lambda copy: cut(copy, run, len(RECORDED)),
@@ -55,7 +58,8 @@ def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, e
         times = step_seconds(whole.work, RATES)
         assert seconds == pytest.approx(sum(times.values()), rel=0.01), kinds
         by_phase = dict.fromkeys(times, 0.0) | costs.seconds_by_phase(kinds)
-        assert by_phase == pytest.approx(times, rel=0.01), kinds
+        # A pass of few blocks ends with what another one waits for.
+        assert by_phase == pytest.approx(times, rel=0.02 if strategy == "fsdp2" else 0.01), kinds
         assert sum(by_phase.values()) == pytest.approx(seconds)
 
 

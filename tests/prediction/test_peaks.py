@@ -117,11 +117,11 @@ def test_each_phase_has_its_peak(tape):
 
 
 def test_modules_add_up_to_the_peak(tape):
-    peaks = Peaks(tape.recording, [("other", 3), ("other", 4)])
+    peaks = Peaks(tape.recording, [("other", 3, "a"), ("other", 4, "")])
     by_module = peaks.by_module()
     assert {name: memory.total_bytes for name, memory in by_module.items()} == {
-        "": 20 + 7,
-        "a": 100 + 200,
+        "": 20 + 4,
+        "a": 100 + 200 + 3,
         "b": 60 + 50,
     }
     assert sum(by_module.values(), MemoryBreakdown()) == peaks.peak
@@ -167,7 +167,7 @@ def test_a_long_time_line_keeps_the_peak(num_steps):
 
 
 def test_what_the_allocator_is_asked_for(tape):
-    blocks = [("input", 8), ("other", 0), ("other", 7)]
+    blocks = [("input", 8, ""), ("other", 0, ""), ("other", 7, "")]
     changes = list(Peaks(tape.recording, blocks).changes())
     assert [change for _, change in changes[:2]] == [8, 7]
     assert [change for _, change in changes[2:]] == [e.change for e in tape.recording.events]
@@ -249,7 +249,7 @@ def test_workspaces_are_blocks_of_their_own():
         *(tape.recording,),
         device="cuda",
         model="Net",
-        extra=[("other", 25 * MIB)],
+        extra=[("other", 25 * MIB, "")],
         workspaces=(9 * MIB, 9 * MIB),
     )
     assert (found.peak.other_bytes, found.workspace_bytes) == (43 * MIB, 18 * MIB)

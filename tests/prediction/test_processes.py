@@ -42,10 +42,15 @@ def report(request):
     return make_report(request)
 
 
-def predicted(settings: dict[str, Any], world_size: int, **more: Any) -> MemoryPrediction:
-    given = {"preset": "off", **settings}
-    more = {"device": "cpu", "strategy": "ddp", "world_size": world_size} | more
-    return predict_memory(without_validation(), batches(0)[0], settings=given, **more)
+def predicted(settings: dict[str, Any], world_size: int) -> MemoryPrediction:
+    return predict_memory(
+        without_validation(),
+        batches(0)[0],
+        settings={"preset": "off", **settings},
+        device="cpu",
+        strategy="ddp",
+        world_size=world_size,
+    )
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -1,9 +1,13 @@
 """What a step asks of a device: each figure counted by hand."""
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_memsave import predict_memory
 from lightning_memsave.core.memory import host_copies, mark_as_host
@@ -219,3 +223,38 @@ def test_all_tiles_of_an_update_count(width):
     (half, half_peak), (whole, whole_peak) = moved(2**14), moved(2**15)
     assert whole == pytest.approx(2 * half, rel=1e-4)
     assert half_peak < whole_peak < 2 * half_peak
+
+
+@pytest.fixture
+def four_processes():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_process_does_not_send_itself_what_it_has(four_processes):
+    shard, whole = torch.ones(3), torch.ones(12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames them
+        found = kernels_of(lambda: dist.all_gather_into_tensor(whole, shard))
+        found += kernels_of(lambda: dist.reduce_scatter_tensor(shard, whole))
+    assert [(k.kind, k.num_bytes) for k in found] == [("network", 4 * 9)] * 2
+
+
+@pytest.mark.parametrize(("strategy", "shares"), [("ddp", 2), ("fsdp2", 3)])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_what_processes_share_in_a_step(strategy, shares, accumulated):
+    """DDP sums gradients once per step; FSDP2 gathers weights twice and sums in each batch."""
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in "12"])
+    found = predict_memory(
+        model,
+        torch.ones(2, 3, 8),
+        trainer_arguments={"accumulate_grad_batches": accumulated},
+        device="cpu",
+        strategy=strategy,
+        world_size=4,
+    )
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    sent = sum(count * k.num_bytes for k, count in found.work if k.kind == "network")
+    times = 1 if strategy == "ddp" else accumulated
+    assert sent == pytest.approx(times * shares * 3 / 4 * num_bytes, rel=0.05)

@@ -20,6 +20,8 @@ class Throughput:
     bfloat16: float
     memory_bytes: float
     host_bytes: float
+    link_bytes: float
+    """To another GPU of the machine, in one direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +116,28 @@ _ROWS = (
 )
 
 
+# GB/s in one direction, as in NVIDIA's data sheets, of GPUs that are sold with NVLink between them.
+# Others share over PCIe.
+_NVLINK = {
+    "P100-16GB": 80,
+    "V100-16GB": 150,
+    "V100-32GB": 150,
+    "A100-40GB": 300,
+    "A100-80GB": 300,
+    "H20-96GB": 450,
+    "H100-80GB": 450,
+    "H200": 450,
+    "B200": 900,
+}
+
+
 # What a GPU cannot do in low precision is done in float32.
-def _throughput(capability: tuple[int, int], rates: Sequence[float]) -> Throughput:
+def _throughput(name: str, capability: tuple[int, int], rates: Sequence[float]) -> Throughput:
     float32, float16 = (1e12 * rate for rate in rates[:2])
     memory_bytes, host_bytes = (1e9 * rate for rate in rates[2:])
     bfloat16 = float16 if capability >= BF16_CAPABILITY else float32
-    return Throughput(float32, float16, bfloat16, memory_bytes, host_bytes)
+    link_bytes = 1e9 * _NVLINK.get(name, rates[3])
+    return Throughput(float32, float16, bfloat16, memory_bytes, host_bytes, link_bytes)
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
@@ -129,7 +147,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             mib * MIB,
             capability >= BF16_CAPABILITY,
             capability,
-            _throughput(capability, rates),
+            _throughput(name, capability, rates),
             num_multiprocessors,
         )
         for name, mib, capability, num_multiprocessors, *rates in _ROWS
