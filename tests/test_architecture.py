@@ -300,14 +300,53 @@ def test_one_file_owns_the_steps_of_optimizers():
     assert changes_steps({"core.a": "optimizer.register_step_pre_hook(f)"}) == {"core.a"}
 
 
+def output_of(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_the_callback_comes_without_what_predicts_plans_and_explains():
     code = "import sys, lightning_memsave.callbacks.memsave; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    rooms = {
-        name.split(".")[1] for name in found.stdout.split() if name.startswith(f"{PACKAGE.name}.")
-    }
+    names = output_of(code).split()
+    rooms = {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE.name}.")}
     assert "techniques" in rooms
     assert not rooms & {"prediction", "planning", "explain", "oom", "report", "targets", "api"}
+
+
+OFF_FIT = """
+import lightning.pytorch as pl, sys, torch
+from lightning_memsave import MemSaveCallback
+
+class Lit(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def fit(callback):
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=4, callbacks=[callback], **off)
+    trainer.fit(Lit(), torch.utils.data.DataLoader(torch.ones(8, 4)))
+
+callbacks = [MemSaveCallback(preset="off", predict=False, report=False) for _ in "12"]
+fit(callbacks[0])
+files = set()
+sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+fit(callbacks[1])
+sys.setprofile(None)
+print(*(file for file in files if "lightning_memsave" in file), sep=",")
+"""
+
+
+def test_a_callback_with_everything_off_runs_few_files():
+    files = output_of(OFF_FIT).strip().splitlines()[-1].split(",")
+    assert any(file.endswith("callbacks/memsave.py") for file in files)
+    assert len(files) <= 15, files
 
 
 def test_only_what_users_call_explains_arguments():

@@ -293,8 +293,9 @@ class MemSaveCallback(CallbackBase):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let optimizer state of a checkpoint wait on the host, as a fresh run has none yet."""
-        if not self._is_disabled and trainer.world_size == 1:
-            leave_on_host(trainer.optimizers)
+        resumed = [each for each in trainer.optimizers if getattr(each, "state", None)]
+        if resumed and not self._is_disabled and trainer.world_size == 1:
+            leave_on_host(resumed)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -317,13 +318,17 @@ class MemSaveCallback(CallbackBase):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish updates on the host before hooks that may read weights."""
-        self._settings.find(OffloadSetting).wait()
+        offload = self._settings.find(OffloadSetting)
+        if offload.is_on:
+            offload.wait()
 
     on_validation_start = on_train_epoch_end
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Materialize logits that are still referenced."""
-        self._settings.find(ChunkedCrossEntropySetting).before_backward(pl_module)
+        chunked = self._settings.find(ChunkedCrossEntropySetting)
+        if chunked.is_on:
+            chunked.before_backward(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what is known and restore the module, as ``teardown`` is not called; never raises.
