@@ -30,6 +30,7 @@ TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # The Trainer has its precision by now; the others do not change training steps.
+_FSDP2 = "FSDP2StrategyMixin"
 _LEFT_OUT = ("precision", "preset", "budget")
 
 
@@ -118,7 +119,8 @@ def effective_settings(
 def obstacle(trainer: Any, pl_module: Any) -> str:
     if is_compiled(pl_module):
         return "the graphs of `torch.compile` allocate in their own way"
-    if is_strategy(trainer, *SHARDED):
+    is_whole = is_strategy(trainer, _FSDP2) and not trainer.strategy.has_sharded
+    if is_strategy(trainer, *SHARDED) and not is_whole:
         return f"not for `{type(trainer.strategy).__name__}`, which shards the model"
     if trainer.strategy.root_device.type not in ("cpu", "cuda"):
         return f"not for {trainer.strategy.root_device.type}"
@@ -168,6 +170,8 @@ def step_of(
 
     device, num_batches = trainer.strategy.root_device, trainer.num_training_batches
     num_batches = 1000 if num_batches == float("inf") else max(int(num_batches), 4)
+    strategy = trainer.strategy
+    is_sharded = is_strategy(trainer, _FSDP2)
     return TrainingStep(
         pl_module,
         batch,
@@ -185,6 +189,11 @@ def step_of(
         device=device.type,
         gpu=local_gpu(device) if device.type == "cuda" else None,
         fit=RunningFit(
-            num_batches, has_buckets=copies_gradients(trainer), num_processes=trainer.world_size
+            num_batches,
+            has_buckets=copies_gradients(trainer),
+            num_processes=trainer.world_size,
+            strategy_arguments=strategy.settings if is_sharded else {},
         ),
+        strategy="fsdp2" if is_sharded else None,
+        world_size=trainer.world_size if is_sharded else 1,
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_memsave.core.clock import processor_time_s
@@ -138,11 +137,6 @@ def predict(step: TrainingStep) -> MemoryPrediction:
     Note:
         Exceptions of the module's own code propagate, with a note.
     """
-    if step.strategy is not None and dist.is_available() and dist.is_initialized():
-        raise ConfigurationError(
-            f'`strategy="{step.strategy}"` is predicted with a process group of its own, and this '
-            "process has one already. Predict in a process that trains nothing."
-        )
     start_s = time.monotonic()
     limit_s = math.inf if step.time_limit_s is None else step.time_limit_s
     deadline_s = processor_time_s() + limit_s
@@ -269,6 +263,7 @@ class _Predictor:
             emulation=emulation if on_cuda else contextlib.nullcontext,
             strategy=step.strategy,
             world_size=step.world_size,
+            strategy_arguments=fit.strategy_arguments,
             deadline_s=self.deadline_s,
         )
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])

@@ -49,6 +49,7 @@ class SimulationSettings:
     emulation: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     strategy: str | None = None
     world_size: int = 1
+    strategy_arguments: Mapping[str, Any] = field(default_factory=dict)
     deadline_s: float | None = None
 
 
@@ -103,7 +104,7 @@ def _processes(
     # FSDP2 takes a second to import.
     processes = importlib.import_module("lightning_memsave.prediction.processes")
     found: contextlib.AbstractContextManager[Mapping[str, Any]] = processes.first_of(
-        settings.world_size, settings.strategy, settings.package
+        settings.world_size, settings.strategy, settings.package, settings.strategy_arguments
     )
     return found
 

@@ -46,6 +46,7 @@ class RunningFit:
     """DDP has a copy of all gradients."""
     has_started: bool = True
     num_processes: int = 1
+    strategy_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

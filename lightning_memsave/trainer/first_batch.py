@@ -56,11 +56,16 @@ def before_strategy_setup(trainer: Any, function: Callable[[], None]) -> Callabl
 def setup(strategy: Any, trainer: Any) -> None:
     """Run ``Strategy.setup`` after the function of `before_strategy_setup`."""
     original = previous_method(strategy, "setup")
+    call_before_setup(strategy)
+    original(trainer)
+
+
+def call_before_setup(strategy: Any) -> None:
+    """Call the function of `before_strategy_setup` now, if it is still to be called."""
     function, undo = vars(strategy).pop(_BEFORE_SETUP, (None, None))
     if function is not None:
         undo()
         function()
-    original(trainer)
 
 
 def first_batch(trainer: Any) -> Any:

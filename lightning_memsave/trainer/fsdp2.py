@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
+from lightning_memsave.trainer.first_batch import call_before_setup
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -76,7 +77,13 @@ class FSDP2StrategyMixin:
         )
         self.blocks = None if blocks is None else as_selectors(blocks)
         self.reshard_after_forward = reshard_after_forward
+        self.has_sharded = False
         self._undo: Callable[[], None] = lambda: None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of its own."""
+        return {"blocks": self.blocks, "reshard_after_forward": self.reshard_after_forward}
 
     def setup_environment(self) -> None:
         """Use all processes for sharding, and shard once the module has configured its model."""
@@ -88,6 +95,7 @@ class FSDP2StrategyMixin:
     def teardown(self) -> None:
         """Give the module its own ``configure_model`` back; it stays sharded."""
         self._undo()
+        self.has_sharded = False
         super().teardown()  # type: ignore[misc]
 
 
@@ -105,6 +113,8 @@ def configure_model(self: Any) -> None:
     strategy = self.trainer.strategy
     if isinstance(self, FSDPModule) or not isinstance(strategy, FSDP2StrategyMixin):
         return
+    call_before_setup(strategy)
+    strategy.has_sharded = True
     mesh = strategy.device_mesh["data_parallel"]
     start_equal(self, mesh, strategy.root_device)
     shard(

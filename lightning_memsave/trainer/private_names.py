@@ -69,6 +69,10 @@ NAMES = (
     Names("torch", "_C _functorch"),
     Names("torch", "_ops _subclasses", "predict"),
     Names("torch.testing", "_internal", "predict"),  # the process group without processes
+    Names(
+        "torch.distributed.distributed_c10d", "_World _unregister_process_group _world", "predict"
+    ),
+    Names("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "predict"),
     Names("torch.utils", "_foreach_utils _python_dispatch _pytree"),
     Names(
         "torch.utils._python_dispatch", "_disable_current_modes _get_current_dispatch_mode_stack"
