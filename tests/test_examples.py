@@ -279,6 +279,17 @@ def test_shards_in_two_processes(tmp_path, monkeypatch):
     assert "the checkpoint loads in one process, with exp_avg, exp_avg_sq, step" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_splits_layers_in_two_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = _run("tensor_parallel.py", "--small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "optimizer='8bit': on" in done.stdout
+    assert "4 steps in 2 processes" in done.stdout
+    assert "the checkpoint loads in one process" in done.stdout
+
+
 RUN_NOTEBOOK = """
 import json, sys
 names = {"__name__": "__main__"}

@@ -119,7 +119,7 @@ def effective_settings(
 def obstacle(trainer: Any, pl_module: Any) -> str:
     if is_compiled(pl_module):
         return "the graphs of `torch.compile` allocate in their own way"
-    is_whole = is_strategy(trainer, _FSDP2) and not trainer.strategy.has_sharded
+    is_whole = is_strategy(trainer, _FSDP2) and trainer.strategy.is_predictable
     if is_strategy(trainer, *SHARDED) and not is_whole:
         return f"not for `{type(trainer.strategy).__name__}`, which shards the model"
     if trainer.strategy.root_device.type not in ("cpu", "cuda"):

@@ -23,6 +23,14 @@ from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_bloc
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.trainer.first_batch import call_before_setup
+from lightning_memsave.trainer.tensor_parallel import (
+    TP,
+    clip_grad_by_norm,
+    copies,
+    copy_from_first,
+    draw_alike,
+    split_by_plan,
+)
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -41,10 +49,14 @@ class FSDP2StrategyMixin:
             in backward. False keeps them until then: faster, with more memory.
         save_distributed_checkpoint: Save a folder with a shard for each process. False gathers one
             file with a plain state dict, which loads on one device without this package.
+        tensor_parallel_size: Number of processes among which layers are split, by the plan that a
+            Hugging Face model has or by the module's own ``configure_model``. They have the same
+            batches; weights are sharded over the other processes.
         **kwargs: As of ``ModelParallelStrategy``.
 
     Raises:
-        IncompatibleError: At the start, if a parameter belongs to two blocks, or has no size yet.
+        IncompatibleError: At the start, if a parameter belongs to two blocks, or has no size yet;
+            or if layers are to be split, and nothing says how.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -57,10 +69,12 @@ class FSDP2StrategyMixin:
 
     lightning_module: Any
     device_mesh: Any
+    precision_plugin: Any
     root_device: torch.device
     num_nodes: int
     num_processes: int
     _data_parallel_size: int | str
+    _tensor_parallel_size: int
 
     def __init__(
         self,
@@ -68,17 +82,23 @@ class FSDP2StrategyMixin:
         *,
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool = False,
+        tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
-            tensor_parallel_size=1,
+            tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             **kwargs,
         )
         self.blocks = None if blocks is None else as_selectors(blocks)
         self.reshard_after_forward = reshard_after_forward
-        self.has_sharded = False
-        self._undo: Callable[[], None] = lambda: None
+        self._has_begun = False
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether the module is still whole, and will be sharded by FSDP2 alone."""
+        return not self._has_begun and self._tensor_parallel_size == 1
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,14 +108,17 @@ class FSDP2StrategyMixin:
     def setup_environment(self) -> None:
         """Use all processes for sharding, and shard once the module has configured its model."""
         if self._data_parallel_size == "auto":
-            self._data_parallel_size = self.num_nodes * self.num_processes
+            number = self.num_nodes * self.num_processes
+            self._data_parallel_size = number // self._tensor_parallel_size
         super().setup_environment()  # type: ignore[misc]
-        self._undo = patch_method(self.lightning_module, configure_model)
+        self._undo.callback(patch_method(self.lightning_module, configure_model))
+        if self._tensor_parallel_size > 1:
+            self._undo.callback(patch_method(self.precision_plugin, clip_grad_by_norm))
 
     def teardown(self) -> None:
         """Give the module its own ``configure_model`` back; it stays sharded."""
-        self._undo()
-        self.has_sharded = False
+        self._undo.close()
+        self._has_begun = False
         super().teardown()  # type: ignore[misc]
 
 
@@ -114,30 +137,27 @@ def configure_model(self: Any) -> None:
     if isinstance(self, FSDPModule) or not isinstance(strategy, FSDP2StrategyMixin):
         return
     call_before_setup(strategy)
-    strategy.has_sharded = True
-    mesh = strategy.device_mesh["data_parallel"]
-    start_equal(self, mesh, strategy.root_device)
-    shard(
-        self,
-        mesh,
-        strategy.blocks,
-        reshard_after_forward=strategy.reshard_after_forward,
-    )
-    materialize(self, strategy.root_device)
+    strategy._has_begun = True
+    mesh, device = strategy.device_mesh["data_parallel"], strategy.root_device
+    layers = strategy.device_mesh[TP]
+    # Each has drawn its own; DDP starts so too.
+    own = [t for t in _all_tensors(self) if not isinstance(t, DTensor)]
+    copy_from_first(own, device, torch.distributed.group.WORLD)
+    if layers.size() > 1:
+        split_by_plan(self, layers)
+    if mesh.size() > 1 or layers.size() == 1:
+        again = strategy.reshard_after_forward
+        shard(self, mesh, strategy.blocks, reshard_after_forward=again)
+    materialize(self, device)
+    if layers.size() > 1:
+        copy_from_first(copies(self), device, layers.get_group())
+        draw_alike(device, layers.get_group())
     for name in _STEPS:
         register_fsdp_forward_method(self, name)
 
 
-@torch.no_grad()
-def start_equal(module: nn.Module, mesh: Any, device: torch.device) -> None:
-    """Give all processes the values of the first, as DDP does: each has drawn its own."""
-    group = mesh.get_group()
-    first = torch.distributed.get_global_rank(group, 0)
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not (tensor.is_meta or is_lazy(tensor) or isinstance(tensor, DTensor)):
-            there = tensor.detach().to(device).contiguous()
-            torch.distributed.broadcast(there, first, group)
-            tensor.copy_(there)
+def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def shard(

@@ -60,20 +60,25 @@ def make_report(request: pytest.FixtureRequest) -> Report:
     path, root = Path(request.path), _root_of(request.session)
     folder = root / path.stem
     start(request.session)  # where this file was collected by itself
-    _wait(root)
+    wait(root)
     with FileLock(root / "ranks.lock"):
         if not folder.exists():  # a scenario of another file has failed
             launch(root, [str(path)])
-            _wait(root)
+            wait(root)
 
     @functools.cache
     def notes_of(name: str) -> list[Notes]:
-        paths = [folder / f"{name}-{rank}.json" for rank in range(RANKS)]
-        missing = [path.name for path in paths if not path.exists()]
-        assert not missing, f"{missing} missing:\n{(root / 'ranks.log').read_text()[-6000:]}"
-        return [json.loads(path.read_text()) for path in paths]
+        return read_notes(folder, name)
 
     return notes_of
+
+
+def read_notes(folder: Path, name: str, number: int = RANKS) -> list[Notes]:
+    paths = [folder / f"{name}-{rank}.json" for rank in range(number)]
+    missing = [path.name for path in paths if not path.exists()]
+    log = folder.with_name("ranks.log")
+    assert not missing, f"{missing} missing:\n{log.read_text()[-6000:]}"
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def start(session: pytest.Session) -> None:
@@ -93,17 +98,18 @@ def _root_of(session: pytest.Session) -> Path:
     return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
 
-def _wait(root: Path) -> None:
+def wait(root: Path) -> None:
+    """Wait until ranks have ended."""
     deadline_s = time.monotonic() + WAIT_SECONDS
     while not (root / "ranks.done").exists() and time.monotonic() < deadline_s:
         time.sleep(0.2)
 
 
-def launch(root: Path, scripts: list[str]) -> None:
-    """Start two ranks that run scenarios; ``ranks.done`` is there when they have ended."""
+def launch(root: Path, scripts: list[str], number: int = RANKS) -> None:
+    """Start ranks that run scenarios; ``ranks.done`` is there when they have ended."""
     # torchrun finds a free port itself, and ends the other rank when one fails.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", __file__, str(root), *scripts]
+    command += [f"--nproc-per-node={number}", __file__, str(root), *scripts]
     repository = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1"}
     (root / "ranks.done").unlink(missing_ok=True)

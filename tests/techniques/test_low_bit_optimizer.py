@@ -492,7 +492,8 @@ def test_refuses_a_pattern_that_fits_nothing():
         LowBitOptimizer(force_8bit=("embed.*",)).apply(adamw)
 
 
-def test_a_dtensor_is_updated_as_the_tensor_that_it_holds():
+@pytest.mark.parametrize("dim", [0, 1])  # of FSDP2, and of tensor parallelism
+def test_a_dtensor_is_updated_as_the_tensor_that_it_holds(dim):
     from torch._C._distributed_c10d import HashStore
     from torch.distributed import destroy_process_group, device_mesh, init_process_group
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -502,14 +503,11 @@ def test_a_dtensor_is_updated_as_the_tensor_that_it_holds():
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = device_mesh.init_device_mesh("cpu", (1,))
-        split = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(1)]))
-        with pytest.raises(IncompatibleError, match="`optimizer=None` with tensor parallelism"):
-            LowBitOptimizer().apply(optim.AdamW([split]))
-        rows = [Shard(0)]
-        weight: Any = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, rows))
+        split = [Shard(dim)]
+        weight: Any = nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, split))
         ours, alone = (LowBitOptimizer().apply(optim.AdamW([p])).target for p in (weight, plain))
         for gradient in gradients:
-            weight.grad, plain.grad = distribute_tensor(gradient, mesh, rows), gradient
+            weight.grad, plain.grad = distribute_tensor(gradient, mesh, split), gradient
             ours.step()
             alone.step()
         assert torch.equal(weight.to_local(), plain)

@@ -25,7 +25,7 @@ def local_shard(optimizer: Any, param: Any) -> Iterator[torch.Tensor]:
         yield param
         return
     local = param.to_local().detach()
-    local.grad = param.grad.to_local()
+    local.grad = param.grad.redistribute(placements=param.placements).to_local()
     optimizer.state[local] = optimizer.state[param]
     try:
         yield local

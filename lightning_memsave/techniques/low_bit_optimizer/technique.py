@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
@@ -37,8 +36,6 @@ from lightning_memsave.techniques.optimizer_kinds import (
     wrapper_problems,
 )
 from lightning_memsave.techniques.parameter_names import (
-    is_dtensor,
-    is_shard_of_rows,
     problems_of_patterns,
     unmatched_patterns,
 )
@@ -248,10 +245,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             why = "it has made steps already, and its state would be lost"
             fix = "Switch to 8 bits before the first step, or resume from a checkpoint."
             problems.append(Problem(f"`{name}` with state", why, fix))
-        if any(is_dtensor(p) and not is_shard_of_rows(p) for p in parameters_of(target)):
-            what, why = f"`{name}` over split tensors", "its state is tested with FSDP2 alone"
-            fix = "Set `optimizer=None` with tensor parallelism."
-            problems.append(Problem(what, why, fix))
         return problems + self._unmatched_patterns(target)
 
     def _apply(self, target: torch.optim.Optimizer) -> Handle[torch.optim.Optimizer]:
