@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -32,7 +34,8 @@ class FSDP2StrategyMixin:
     Lightning's ``ModelParallelStrategy``, for modules that do not shard themselves in
     ``configure_model``: each repeated block is sharded as one, and gathered when it runs; what is
     outside of blocks is gathered for a whole step, so that steps may use it in any way, as in
-    ``self.model.generate(...)``. Gradients are averaged in the type of the parameters.
+    ``self.model.generate(...)``, until backward needs it no longer: a large embedding or head is
+    freed then. Gradients are averaged in the type of the parameters.
 
     Args:
         blocks: The repeated blocks; ``None`` finds them.
@@ -84,6 +87,13 @@ class FSDP2StrategyMixin:
             self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()  # type: ignore[misc]
         self._undo = patch_method(self.lightning_module, configure_model)
+
+    def setup(self, trainer: Any) -> None:
+        """Evaluate without inference mode: what is gathered in it first could not be trained."""
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        super().setup(trainer)  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Give the module its own ``configure_model`` back; it stays sharded."""
@@ -151,7 +161,101 @@ def shard(
         fully_shard(
             block.module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
         )
-    fully_shard(module, mesh=mesh, mp_policy=_policy_of(module))
+    root: Any = fully_shard(module, mesh=mesh, mp_policy=_policy_of(module))
+    sizes = [sum(p.numel() for p in block.module.parameters()) for block in found]
+    if sizes and (group := root._get_fsdp_state()._fsdp_param_group) is not None:
+        group.wait_for_unshard = functools.partial(_wait_and_free, group)
+        for sharded in group.fsdp_params:
+            param = sharded.sharded_param
+            # Of the whole one, and so the same for all numbers of processes.
+            if 2 * param.numel() >= max(sizes) and param.is_floating_point():
+                _Table(group, sharded)
+
+
+# The garbage collector does not traverse hooks on parameters.
+def _call_on_gradient(leaf: nn.Parameter, method: Callable[[torch.Tensor], None]) -> None:
+    weak: Any = weakref.WeakMethod(method)
+    register: Any = leaf.register_post_accumulate_grad_hook  # untyped in torch
+
+    def call(param: torch.Tensor) -> None:
+        weak()(param)
+
+    register(call)
+
+
+# In forward passes FSDP2 keeps what it has received until the next parameters have come, too.
+def _wait_and_free(group: Any) -> None:
+    with group.use_training_state(TrainingState.IDLE):
+        type(group).wait_for_unshard(group)
+
+
+class _Table:
+    """A large parameter outside of blocks, of which backward frees what it no longer needs.
+
+    FSDP2 frees the gathered parameters of its root, and reduces their gradients, when backward has
+    ended. Here a large one is freed and reduced once its gradient is complete. If several modules
+    share it, each has a leaf of its own for it in a step, so that it is freed as soon as nothing in
+    the graph holds it (as the graph of an embedding does not), and gradients are summed in place.
+    """
+
+    def __init__(self, group: Any, sharded: Any) -> None:
+        self._group, self._sharded = group, sharded
+        self._put_into_modules = sharded._setattr_on_modules
+        self._leaves: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._num_holders = 0
+        sharded._setattr_on_modules = self._put
+
+    def _put(self, param: nn.Parameter) -> None:
+        self._put_into_modules(param)
+        if param is not getattr(self._sharded, "_unsharded_param", None):
+            return
+        if not self._num_holders:
+            self._make_leaves(param)
+            self._num_holders = self._count_holders()  # without any graph
+        for module, name, leaf in self._leaves:
+            leaf.requires_grad_(param.requires_grad)
+            setattr(module, name, leaf)
+
+    def _make_leaves(self, param: nn.Parameter) -> None:
+        is_trained = param.requires_grad
+        param.requires_grad_()  # hooks need it, and a frozen one may be trained later
+        _call_on_gradient(param, self._on_gradient)
+        param.requires_grad_(is_trained)
+        places = self._sharded._module_info
+        for module, name in zip(places.shared_modules, places.shared_param_names, strict=True):
+            if module is not places.module:
+                leaf = nn.Parameter(param.detach())
+                _call_on_gradient(leaf, self._on_gradient_of_leaf)
+                self._leaves.append((module, name, leaf))
+
+    def _count_holders(self) -> int:
+        storage = self._sharded.all_gather_outputs[0].untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata))
+
+    @property
+    def _is_held(self) -> bool:
+        return self._count_holders() > self._num_holders
+
+    @torch.no_grad()
+    def _on_gradient_of_leaf(self, leaf: torch.Tensor) -> None:
+        param, grad, leaf.grad = self._sharded.unsharded_param, leaf.grad, None
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad += grad
+        if not self._is_held:
+            self._sharded.to_sharded()
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if self._leaves or self._is_held:
+            return  # the group reduces it at the end of backward
+        group = self._group
+        before = group.fsdp_params, group._training_state, group._sharded_state
+        group.fsdp_params = [self._sharded]
+        try:
+            group.post_backward()
+        finally:
+            group.fsdp_params, group._training_state, group._sharded_state = before
 
 
 # From torch 2.15 on gradients are summed in float32 unless it is said, before in this type.

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from lightning_memsave import (
     predict_memory,
 )
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.trainer.fsdp2 import materialize, shard
+from lightning_memsave.prediction.processes import first_of
+from lightning_memsave.trainer.fsdp2 import _Table, materialize, shard
 from tests.callbacks.lit import loader_of, make_trainer, summary_of
 from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 
@@ -36,6 +38,8 @@ WIDTH, NUM_WORDS = 64, 96
 class Tied(nn.Module):
     """Blocks between an embedding and a head of one weight."""
 
+    is_tied = True
+
     def __init__(self, dropout: float = 0.1, num_words: int = NUM_WORDS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_words, WIDTH)
@@ -45,10 +49,39 @@ class Tied(nn.Module):
         ]
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(WIDTH, num_words, bias=False)
-        self.head.weight = self.embedding.weight
+        if self.is_tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return loss_of(self.head(self.blocks(self.embedding(tokens))), tokens)
+        return loss_of(self.logits(self.blocks(self.embedding(tokens))), tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Untied(Tied):
+    is_tied = False
+
+
+class Also(Tied):
+    """Uses the weight of its embedding beside the modules that have it, detached too."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        weight = self.embedding.weight
+        other = functional.linear(hidden, weight) + functional.linear(hidden, weight.detach())
+        return super().logits(hidden) + 0.1 * other
+
+
+class Frozen(Tied):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.embedding.weight.requires_grad = False
+
+
+LARGE: dict[str, Any] = {
+    cls.__name__: functools.partial(cls, num_words=300) for cls in (Tied, Untied, Also, Frozen)
+}
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -87,10 +120,18 @@ def by_hand(self: Any) -> None:
         fully_shard(self.model, mesh=mesh)
 
 
+def by_hand_strategy() -> Any:
+    return ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", RANKS))
+
+
 def batches(rank: int, length: int = 16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(NUM_WORDS, (length, 8), generator=generator)
-    return [batch.clone() for batch in tokens[rank::RANKS].split(2)]  # memory of its own
+    return [batch.clone() for batch in tokens[rank :: world_size()].split(2)]  # memory of its own
 
 
 def train(
@@ -101,7 +142,7 @@ def train(
     ckpt_path: Any = None,
     **settings: Any,
 ) -> tuple[Notes, Any]:
-    how = {"devices": RANKS, "strategy": strategy, "use_distributed_sampler": False}
+    how = {"devices": world_size(), "strategy": strategy, "use_distributed_sampler": False}
     trainer = make_trainer(package, *callbacks, num_sanity_val_steps=0, **(how | settings))
     rank = rank_of_this_process()
     torch.manual_seed(100 + rank)  # other dropout on each rank
@@ -140,11 +181,15 @@ def as_by_hand() -> Notes:
     notes: Notes = {}
     for precision in PRECISIONS:
         settings = AT_ONCE | {"precision": precision}
-        strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
         notes[f"{precision} by hand"], _ = train(
-            lit(configure_model=by_hand), strategy=strategy, **settings
+            lit(configure_model=by_hand), strategy=by_hand_strategy(), **settings
         )
         notes[f"{precision} ours"], _ = train(lit(), **settings)
+    for name, make in LARGE.items():
+        notes[f"{name} by hand"], _ = train(
+            lit(configure_model=by_hand, make=make), strategy=by_hand_strategy(), **AT_ONCE
+        )
+        notes[f"{name} ours"], _ = train(lit(make=make), **AT_ONCE)
     notes["other package"], _ = train(lit(pytorch_lightning), package=pytorch_lightning, **AT_ONCE)
     notes["forward"], _ = train(
         lit(forward=lambda self, batch: self.model(batch), training_step=through_forward),
@@ -300,8 +345,21 @@ MEASURED: dict[str, dict[str, Any]] = {
 }
 
 
-def without_validation() -> Any:
-    made = lit(make=functools.partial(Tied, num_words=3000))
+class ManyTokens(Tied):
+    """Needs most for its logits: gloo sums a copy of large gradients, which NCCL does not."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.repeat(8, 1))
+
+
+class Biased(Tied):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.head.bias = nn.Parameter(torch.zeros(self.head.out_features))
+
+
+def without_validation(make: Any = ManyTokens, num_words: int = 3000, **methods: Any) -> Any:
+    made = lit(make=functools.partial(make, num_words=num_words), **methods)
     made.log = lambda *args, **kwargs: None  # its figures are what other steps leave
     return made
 
@@ -312,6 +370,12 @@ def of_peaks() -> Notes:
         callback = off(**settings)
         gc.collect()  # what earlier fits have left
         train(without_validation(), callback, limit_val_batches=0)
+        notes[name] = summary_of(callback).peak_bytes
+    for name, strategy in {"ours": "memsave_fsdp2", "by hand": by_hand_strategy()}.items():
+        methods: Any = {} if name == "ours" else {"configure_model": by_hand}
+        callback = off()
+        module = without_validation(Biased, **methods)
+        train(module, callback, limit_val_batches=0, strategy=strategy)
         notes[name] = summary_of(callback).peak_bytes
     return notes
 
@@ -336,6 +400,16 @@ def test_trains_bit_for_bit_as_sharded_by_hand(report, precision):
     for notes in report("by_hand"):
         assert notes[f"{precision} ours"] == notes[f"{precision} by hand"]
         assert notes[f"{precision} ours"]["losses"][0] > 0.5
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_parameters_outside_of_blocks_train_as_sharded_by_hand(report, name):
+    rtol = 1e-5 if name == "Also" else 0  # three gradients are added in another order
+    for notes in report("by_hand"):
+        ours, by_hand = notes[f"{name} ours"], notes[f"{name} by hand"]
+        for key, values in (by_hand["weights"] | {"losses": by_hand["losses"]}).items():
+            found = torch.tensor((ours["weights"] | {"losses": ours["losses"]})[key])
+            torch.testing.assert_close(found, torch.tensor(values), rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("way", ["other package", "forward"])
@@ -455,15 +529,14 @@ def test_its_own_configure_model_is_given_back(report):
         assert notes["patched"] == []
 
 
-def predicted(name: str, world_size: int, **settings: Any) -> MemoryPrediction:
+def predicted(name: str, world_size: int, make: Any = ManyTokens) -> MemoryPrediction:
     return predict_memory(
-        without_validation(),
+        without_validation(make),
         batches(0)[0],
         settings={"preset": "off", **MEASURED[name]},
         device="cpu",
         strategy="fsdp2",
         world_size=world_size,
-        **settings,
     )
 
 
@@ -478,8 +551,26 @@ def test_a_process_is_predicted_without_the_others(report, name):
     assert found.settings["fsdp2"] == f"1 of {RANKS} processes"
 
 
+def test_a_large_table_needs_fewer_copies_than_sharded_by_hand(report):
+    table_bytes = Tied(num_words=3000).head.weight.nbytes
+    for notes in report("peaks"):
+        assert notes["by hand"] - notes["ours"] > 1.4 * table_bytes
+
+
+def test_a_fit_that_begins_with_validation_in_inference_mode_trains():
+    module = lit(make=LARGE["Tied"])
+    module.log = lambda *args, **kwargs: None
+    with first_of(2, pl) as settings:  # Lightning leaves it out with gloo
+        trainer = make_trainer(pl, num_sanity_val_steps=1, **settings)
+        trainer.fit(module, loader_of(batches(0)), loader_of(batches(0)))
+    assert module.losses
+    del module, trainer, settings
+    gc.collect()
+    assert not any(isinstance(each, _Table) for each in gc.get_objects())
+
+
 def test_more_processes_hold_less_each():
-    sharded = [predicted("nothing", number).peak for number in (1, 2, 4, 8)]
+    sharded = [predicted("nothing", number, Tied).peak for number in (1, 2, 4, 8)]
     for kind in ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes"):
         sizes = [getattr(peak, kind) for peak in sharded]
         assert sizes == sorted(sizes, reverse=True)

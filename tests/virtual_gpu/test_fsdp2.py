@@ -16,7 +16,7 @@ import torch
 from lightning_memsave import FSDP2Strategy, predict_memory
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
-from tests.trainer.test_fsdp2 import Tied, batches, lit, off
+from tests.trainer.test_fsdp2 import ManyTokens, Tied, batches, off, without_validation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -29,10 +29,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def module() -> Any:
-    # Weights that are large beside what gloo holds of a block.
-    made = lit(make=functools.partial(Tied, dropout=0.0, num_words=8000))
-    made.log = lambda *args, **kwargs: None
-    return made
+    # Weights and logits that are large beside what gloo holds of a block.
+    return without_validation(functools.partial(ManyTokens, dropout=0.0), num_words=8000)
 
 
 def train() -> None:
