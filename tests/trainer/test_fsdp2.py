@@ -2,7 +2,10 @@
 
 import functools
 import gc
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +270,34 @@ def of_checkpoints(is_sharded: bool, make_callbacks: Any = list) -> Notes:
     return notes | {"path": str(path), "patched": patched}
 
 
+EPOCHS = {4: 1, 2: 2, 1: 3}
+"""How many epochs have ended when so many processes stop."""
+
+
+def exact() -> Any:
+    return lit(make=functools.partial(Tied, dropout=0.0, num_words=300)).double()
+
+
+def go_on(folder: Path) -> None:
+    """Train what twice as many processes have begun; the first also as sharded by hand."""
+    size = world_size()
+    begun = folder / f"{2 * size}.ckpt"
+    path = begun if begun.exists() else None
+    settings: dict[str, Any] = {"accumulate_grad_batches": 4 // size, "default_root_dir": folder}
+    _, trainer = train(exact(), max_epochs=EPOCHS[size], ckpt_path=path, **settings)
+    trainer.save_checkpoint(folder / f"{size}.ckpt")
+    if path is None:
+        notes, settings = {}, settings | AT_ONCE | {"max_epochs": 2}
+        notes["ours"], _ = train(lit(make=LARGE["Tied"]), **settings)
+        notes["by hand"], _ = train(
+            lit(configure_model=by_hand, make=LARGE["Tied"]),
+            strategy=by_hand_strategy(),
+            **settings,
+        )
+        (folder / f"{rank_of_this_process()}.json").write_text(json.dumps(notes))
+    torch.distributed.destroy_process_group()
+
+
 def low_bit() -> MemSaveCallback:
     return off(optimizer=LowBitOptimizer("8bit"))
 
@@ -479,6 +510,51 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(report, name, tmp_path):
     )
 
 
+@pytest.fixture(scope="module")
+def folder_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run four processes, and then two that go on from their checkpoint."""
+    folder = tmp_path_factory.mktemp("four")
+    for size in (4, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={size}", "-m", "tests.trainer.test_fsdp2", str(folder)]
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+    return folder
+
+
+def test_four_processes_train_bit_for_bit_as_sharded_by_hand(folder_of_four):
+    for rank in range(4):
+        notes = json.loads((folder_of_four / f"{rank}.json").read_text())
+        assert notes["ours"] == notes["by hand"]
+
+
+def test_a_fit_goes_on_with_fewer_and_fewer_processes(folder_of_four, tmp_path):
+    both = [batch for pair in zip(*map(batches, range(RANKS)), strict=True) for batch in pair]
+    found = []
+    for path in (None, folder_of_four / "2.ckpt"):
+        module = exact()
+        settings: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": EPOCHS[1]}
+        trainer = make_trainer(pl, default_root_dir=tmp_path, **settings)
+        trainer.fit(module, loader_of(both), loader_of(batches(0, 4)), ckpt_path=path)
+        found.append(module)
+    whole, resumed = found
+    number = len(resumed.losses)
+    assert number == len(both)
+    torch.testing.assert_close(
+        torch.tensor(resumed.losses), torch.tensor(whole.losses[-number:]), rtol=1e-10, atol=0
+    )
+    for param, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_8bit_state_is_chosen_by_whole_sizes(report):
     for notes in report("8bit"):
         kinds = {name: kind for name, (kind, *_) in notes["types"].items()}
@@ -636,3 +712,7 @@ class Half(Bare):
 def test_values_that_nobody_knows_are_refused(part, why):
     with pytest.raises(IncompatibleError, match=why):
         materialize(nn.Sequential(part()), torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    go_on(Path(sys.argv[1]))
