@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -25,6 +27,7 @@ from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_bloc
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
 
+_ON_DEVICE = OffloadPolicy()
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -43,6 +46,8 @@ class FSDP2StrategyMixin:
             in backward. False keeps them until then: faster, with more memory.
         save_distributed_checkpoint: Save a folder with a shard for each process. False gathers one
             file with a plain state dict, which loads on one device without this package.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and the optimizer state
+            in the memory of the host, which updates them.
         **kwargs: As of ``ModelParallelStrategy``.
 
     Raises:
@@ -63,6 +68,7 @@ class FSDP2StrategyMixin:
     num_nodes: int
     num_processes: int
     _data_parallel_size: int | str
+    _process_group_backend: str | None
 
     def __init__(
         self,
@@ -70,6 +76,7 @@ class FSDP2StrategyMixin:
         *,
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool = False,
+        offload_policy: OffloadPolicy | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
@@ -79,14 +86,42 @@ class FSDP2StrategyMixin:
         )
         self.blocks = None if blocks is None else as_selectors(blocks)
         self.reshard_after_forward = reshard_after_forward
+        self.offload_policy = offload_policy or _ON_DEVICE
         self._undo: Callable[[], None] = lambda: None
 
     def setup_environment(self) -> None:
         """Use all processes for sharding, and shard once the module has configured its model."""
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.num_nodes * self.num_processes
+        if self._process_group_backend is None and self.shard_device != self.root_device:
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of shards
         super().setup_environment()  # type: ignore[misc]
         self._undo = patch_method(self.lightning_module, configure_model)
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where shards are when no block runs."""
+        is_offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
+        return torch.device("cpu") if is_offloaded else self.root_device
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded."""
+        if self.shard_device == self.root_device:
+            super().model_to_device()  # type: ignore[misc]
+        else:
+            self._move_buffers(self.root_device)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load with all tensors on one device: torch refuses shards on the host beside buffers."""
+        self._move_buffers(self.shard_device)
+        try:
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._move_buffers(self.root_device)
+
+    def _move_buffers(self, device: torch.device) -> None:
+        for buffer in self.lightning_module.buffers():
+            buffer.data = buffer.data.to(device)
 
     def setup(self, trainer: Any) -> None:
         """Evaluate without inference mode: what is gathered in it first could not be trained."""
@@ -122,8 +157,9 @@ def configure_model(self: Any) -> None:
         mesh,
         strategy.blocks,
         reshard_after_forward=strategy.reshard_after_forward,
+        offload_policy=strategy.offload_policy,
     )
-    materialize(self, strategy.root_device)
+    materialize(self, strategy.shard_device)
     for name in _STEPS:
         register_fsdp_forward_method(self, name)
 
@@ -146,6 +182,7 @@ def shard(
     blocks: BlockSelector | Sequence[BlockSelector] | None = None,
     *,
     reshard_after_forward: bool = True,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
 ) -> None:
     """Apply `fully_shard` to each block of a module, and to the rest."""
     found = [b for b in find_blocks(module, blocks) if not isinstance(b.module, FSDPModule)]
@@ -157,11 +194,16 @@ def shard(
         name = type(module).__name__
         warnings.warn(f"No block of `{name}` was found: {why} {fix}", MemsaveWarning, stacklevel=2)
     for block in found:
-        policy = _policy_of(block.module)
         fully_shard(
-            block.module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+            block.module,
+            mesh=mesh,
+            mp_policy=_policy_of(block.module),
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload_policy,
         )
-    root: Any = fully_shard(module, mesh=mesh, mp_policy=_policy_of(module))
+    root: Any = fully_shard(
+        module, mesh=mesh, mp_policy=_policy_of(module), offload_policy=offload_policy
+    )
     sizes = [sum(p.numel() for p in block.module.parameters()) for block in found]
     if sizes and (group := root._get_fsdp_state()._fsdp_param_group) is not None:
         group.wait_for_unshard = functools.partial(_wait_and_free, group)

@@ -201,6 +201,10 @@ def as_by_hand() -> Notes:
     return notes
 
 
+def sgd(self: Any) -> Any:
+    return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def with_own_parameter() -> Notes:
     """A parameter of the LightningModule itself, and parts of the model that steps call alone."""
 
@@ -215,8 +219,7 @@ def with_own_parameter() -> Notes:
         if rank_of_this_process():  # the values of the first process count
             torch.nn.init.zeros_(made.model.blocks[0].linear1.weight)
         made.scale = nn.Parameter(torch.ones(WIDTH))
-        sgd = lambda self: torch.optim.SGD(self.parameters(), lr=0.1)  # noqa: E731 - sees scales
-        type(made).configure_optimizers = sgd
+        type(made).configure_optimizers = sgd  # sees scales
         return made.double()
 
     settings = {"precision": "64-true"}
@@ -340,13 +343,34 @@ def from_meta(make: Any) -> Any:
     return made
 
 
+def of_labels(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+    loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+    self.losses.append(loss.item())
+    return loss
+
+
+# With a bound: eager attention of Hugging Face's models computes in float32.
+ROUNDED: dict[str, tuple[dict[str, Any], float]] = {
+    "chunked_cross_entropy": ({"chunked_cross_entropy": True}, 1e-10),
+    "attention": ({"attention": "sdpa"}, 1e-6),
+}
+
+
+def with_rounded_techniques() -> Notes:
+    def run(name: str, *callbacks: Any) -> Notes:
+        made = lit(make=functools.partial(Tied, dropout=0.0, num_words=1100))
+        if name == "attention":
+            made = lit(make=llama, training_step=of_labels)
+            made.model.set_attn_implementation("eager")
+        type(made).configure_optimizers = sgd  # Adam's update of a tiny gradient is a large one
+        return train(made.double(), *callbacks, limit_val_batches=0)[0]
+
+    rows = {name: run(name, off(**arguments)) for name, (arguments, _) in ROUNDED.items()}
+    return rows | {f"{name}, without": run(name) for name in ROUNDED}
+
+
 def of_meta_start() -> Notes:
     notes: Notes = {}
-
-    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(loss.item())
-        return loss
 
     def validation_step(self: Any, batch: Tensor, batch_idx: int) -> None:
         made = self.model.generate(batch, max_new_tokens=2, do_sample=False)
@@ -357,7 +381,7 @@ def of_meta_start() -> Notes:
     notes["buffer"] = torch_module.own.tolist()
     hugging_face = from_meta(llama)
     cls = type(hugging_face)
-    cls.training_step, cls.validation_step = training_step, validation_step
+    cls.training_step, cls.validation_step = of_labels, validation_step
     notes["hugging face"], _ = train(hugging_face)
     notes["tied"] = (
         hugging_face.model.lm_head.weight is hugging_face.model.model.embed_tokens.weight
@@ -416,6 +440,7 @@ SCENARIOS = {
     "by_hand": as_by_hand,
     "own_parameter": with_own_parameter,
     "techniques": with_techniques,
+    "rounded": with_rounded_techniques,
     "full": functools.partial(of_checkpoints, False),
     "sharded": functools.partial(of_checkpoints, True),
     "8bit": of_8bit_state,
@@ -467,6 +492,18 @@ def test_steps_may_use_parts_and_parameters_outside_of_blocks(report):
 def test_techniques_change_nothing(report, name):
     for notes in report("techniques"):
         assert notes[name] == notes[f"{name}, without"]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_techniques_round(report, name):
+    for notes in report("rounded"):
+        found, expected = notes[name]["weights"], notes[f"{name}, without"]["weights"]
+        assert found != expected
+        bound = ROUNDED[name][1]
+        for key, values in expected.items():
+            torch.testing.assert_close(
+                torch.tensor(found[key]), torch.tensor(values), rtol=bound, atol=bound
+            )
 
 
 @pytest.mark.parametrize("name", ["full", "sharded", "8bit"])
