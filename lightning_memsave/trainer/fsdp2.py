@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -32,6 +36,7 @@ from lightning_memsave.trainer.tensor_parallel import (
     split_by_plan,
 )
 
+_ON_DEVICE = OffloadPolicy()
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -41,7 +46,8 @@ class FSDP2StrategyMixin:
     Lightning's ``ModelParallelStrategy``, for modules that do not shard themselves in
     ``configure_model``: each repeated block is sharded as one, and gathered when it runs; what is
     outside of blocks is gathered for a whole step, so that steps may use it in any way, as in
-    ``self.model.generate(...)``. Gradients are averaged in the type of the parameters.
+    ``self.model.generate(...)``, until backward needs it no longer: a large embedding or head is
+    freed then. Gradients are averaged in the type of the parameters.
 
     Args:
         blocks: The repeated blocks; ``None`` finds them.
@@ -52,6 +58,8 @@ class FSDP2StrategyMixin:
         tensor_parallel_size: Number of processes among which layers are split, by the plan that a
             Hugging Face model has or by the module's own ``configure_model``. They have the same
             batches; weights are sharded over the other processes.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and the optimizer state
+            in the memory of the host, which updates them.
         **kwargs: As of ``ModelParallelStrategy``.
 
     Raises:
@@ -75,6 +83,7 @@ class FSDP2StrategyMixin:
     num_processes: int
     _data_parallel_size: int | str
     _tensor_parallel_size: int
+    _process_group_backend: str | None
 
     def __init__(
         self,
@@ -83,6 +92,7 @@ class FSDP2StrategyMixin:
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool = False,
         tensor_parallel_size: int = 1,
+        offload_policy: OffloadPolicy | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
@@ -92,6 +102,7 @@ class FSDP2StrategyMixin:
         )
         self.blocks = None if blocks is None else as_selectors(blocks)
         self.reshard_after_forward = reshard_after_forward
+        self.offload_policy = offload_policy or _ON_DEVICE
         self._has_begun = False
         self._undo = contextlib.ExitStack()
 
@@ -103,17 +114,52 @@ class FSDP2StrategyMixin:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of its own."""
-        return {"blocks": self.blocks, "reshard_after_forward": self.reshard_after_forward}
+        names = ("blocks", "reshard_after_forward", "offload_policy")
+        return {name: getattr(self, name) for name in names}
 
     def setup_environment(self) -> None:
         """Use all processes for sharding, and shard once the module has configured its model."""
         if self._data_parallel_size == "auto":
             number = self.num_nodes * self.num_processes
             self._data_parallel_size = number // self._tensor_parallel_size
+        if self._process_group_backend is None and self.shard_device != self.root_device:
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of shards
         super().setup_environment()  # type: ignore[misc]
         self._undo.callback(patch_method(self.lightning_module, configure_model))
         if self._tensor_parallel_size > 1:
             self._undo.callback(patch_method(self.precision_plugin, clip_grad_by_norm))
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where shards are when no block runs."""
+        is_offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
+        return torch.device("cpu") if is_offloaded else self.root_device
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded."""
+        if self.shard_device == self.root_device:
+            super().model_to_device()  # type: ignore[misc]
+        else:
+            self._move_buffers(self.root_device)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load with all tensors on one device: torch refuses shards on the host beside buffers."""
+        self._move_buffers(self.shard_device)
+        try:
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._move_buffers(self.root_device)
+
+    def _move_buffers(self, device: torch.device) -> None:
+        for buffer in self.lightning_module.buffers():
+            buffer.data = buffer.data.to(device)
+
+    def setup(self, trainer: Any) -> None:
+        """Evaluate without inference mode: what is gathered in it first could not be trained."""
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        super().setup(trainer)  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Give the module its own ``configure_model`` back; it stays sharded."""
@@ -146,9 +192,14 @@ def configure_model(self: Any) -> None:
     if layers.size() > 1:
         split_by_plan(self, layers)
     if mesh.size() > 1 or layers.size() == 1:
-        again = strategy.reshard_after_forward
-        shard(self, mesh, strategy.blocks, reshard_after_forward=again)
-    materialize(self, device)
+        shard(
+            self,
+            mesh,
+            strategy.blocks,
+            reshard_after_forward=strategy.reshard_after_forward,
+            offload_policy=strategy.offload_policy,
+        )
+    materialize(self, strategy.shard_device)
     if layers.size() > 1:
         copy_from_first(copies(self), device, layers.get_group())
         draw_alike(device, layers.get_group())
@@ -166,6 +217,7 @@ def shard(
     blocks: BlockSelector | Sequence[BlockSelector] | None = None,
     *,
     reshard_after_forward: bool = True,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
 ) -> None:
     """Apply `fully_shard` to each block of a module, and to the rest."""
     found = [b for b in find_blocks(module, blocks) if not isinstance(b.module, FSDPModule)]
@@ -177,11 +229,110 @@ def shard(
         name = type(module).__name__
         warnings.warn(f"No block of `{name}` was found: {why} {fix}", MemsaveWarning, stacklevel=2)
     for block in found:
-        policy = _policy_of(block.module)
         fully_shard(
-            block.module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+            block.module,
+            mesh=mesh,
+            mp_policy=_policy_of(block.module),
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload_policy,
         )
-    fully_shard(module, mesh=mesh, mp_policy=_policy_of(module))
+    root: Any = fully_shard(
+        module, mesh=mesh, mp_policy=_policy_of(module), offload_policy=offload_policy
+    )
+    sizes = [sum(p.numel() for p in block.module.parameters()) for block in found]
+    if sizes and (group := root._get_fsdp_state()._fsdp_param_group) is not None:
+        group.wait_for_unshard = functools.partial(_wait_and_free, group)
+        for sharded in group.fsdp_params:
+            param = sharded.sharded_param
+            # Of the whole one, and so the same for all numbers of processes.
+            if 2 * param.numel() >= max(sizes) and param.is_floating_point():
+                _Table(group, sharded)
+
+
+# The garbage collector does not traverse hooks on parameters.
+def _call_on_gradient(leaf: nn.Parameter, method: Callable[[torch.Tensor], None]) -> None:
+    weak: Any = weakref.WeakMethod(method)
+    register: Any = leaf.register_post_accumulate_grad_hook  # untyped in torch
+
+    def call(param: torch.Tensor) -> None:
+        weak()(param)
+
+    register(call)
+
+
+# In forward passes FSDP2 keeps what it has received until the next parameters have come, too.
+def _wait_and_free(group: Any) -> None:
+    with group.use_training_state(TrainingState.IDLE):
+        type(group).wait_for_unshard(group)
+
+
+class _Table:
+    """A large parameter outside of blocks, of which backward frees what it no longer needs.
+
+    FSDP2 frees the gathered parameters of its root, and reduces their gradients, when backward has
+    ended. Here a large one is freed and reduced once its gradient is complete. If several modules
+    share it, each has a leaf of its own for it in a step, so that it is freed as soon as nothing in
+    the graph holds it (as the graph of an embedding does not), and gradients are summed in place.
+    """
+
+    def __init__(self, group: Any, sharded: Any) -> None:
+        self._group, self._sharded = group, sharded
+        self._put_into_modules = sharded._setattr_on_modules
+        self._leaves: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._num_holders = 0
+        sharded._setattr_on_modules = self._put
+
+    def _put(self, param: nn.Parameter) -> None:
+        self._put_into_modules(param)
+        if param is not getattr(self._sharded, "_unsharded_param", None):
+            return
+        if not self._num_holders:
+            self._make_leaves(param)
+            self._num_holders = self._count_holders()  # without any graph
+        for module, name, leaf in self._leaves:
+            leaf.requires_grad_(param.requires_grad)
+            setattr(module, name, leaf)
+
+    def _make_leaves(self, param: nn.Parameter) -> None:
+        is_trained = param.requires_grad
+        param.requires_grad_()  # hooks need it, and a frozen one may be trained later
+        _call_on_gradient(param, self._on_gradient)
+        param.requires_grad_(is_trained)
+        places = self._sharded._module_info
+        for module, name in zip(places.shared_modules, places.shared_param_names, strict=True):
+            if module is not places.module:
+                leaf = nn.Parameter(param.detach())
+                _call_on_gradient(leaf, self._on_gradient_of_leaf)
+                self._leaves.append((module, name, leaf))
+
+    def _count_holders(self) -> int:
+        storage = self._sharded.all_gather_outputs[0].untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata))
+
+    @property
+    def _is_held(self) -> bool:
+        return self._count_holders() > self._num_holders
+
+    @torch.no_grad()
+    def _on_gradient_of_leaf(self, leaf: torch.Tensor) -> None:
+        param, grad, leaf.grad = self._sharded.unsharded_param, leaf.grad, None
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad += grad
+        if not self._is_held:
+            self._sharded.to_sharded()
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if self._leaves or self._is_held:
+            return  # the group reduces it at the end of backward
+        group = self._group
+        before = group.fsdp_params, group._training_state, group._sharded_state
+        group.fsdp_params = [self._sharded]
+        try:
+            group.post_backward()
+        finally:
+            group.fsdp_params, group._training_state, group._sharded_state = before
 
 
 # From torch 2.15 on gradients are summed in float32 unless it is said, before in this type.

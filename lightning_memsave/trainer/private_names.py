@@ -35,6 +35,7 @@ class Names(NamedTuple):
 
 _AUTOMATIC = "Trainer.fit_loop.epoch_loop.automatic_optimization"
 _PRECISION = "_precision_flag _precision_plugin_flag _check_and_init_precision"
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
 _CLOSURES = "lightning.pytorch.loops.optimization.automatic"
 NAMES = (
     # The loop of automatic optimization is replaced, and its closure runs micro-batches.
@@ -68,6 +69,13 @@ NAMES = (
     # The dispatcher, fake tensors and pytrees, of which torch's own tools are made.
     Names("torch", "_C _functorch"),
     Names("torch", "_ops _subclasses", "predict"),
+    # FSDP2 frees and reduces what is outside of blocks at the end of backward, without a choice.
+    Names("torch.distributed.fsdp", "_fully_shard"),
+    Names("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state"),
+    Names(_FSDP2, "_fsdp_common"),
+    Names(f"{_FSDP2}._fsdp_state:FSDPState", "_fsdp_param_group"),
+    Names(f"{_FSDP2}._fsdp_param_group:FSDPParamGroup", "_training_state _sharded_state"),
+    Names(f"{_FSDP2}._fsdp_param:FSDPParam", "_module_info _setattr_on_modules _unsharded_param"),
     Names("torch.testing", "_internal", "predict"),  # the process group without processes
     Names(
         "torch.distributed.distributed_c10d", "_World _unregister_process_group _world", "predict"

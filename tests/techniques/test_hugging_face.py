@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback
+from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from tests.conftest import chosen_number
 from tests.helpers import seed_all
-from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, caches_off
+from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, caches_off, tiny
 from tests.techniques.hugging_face_inputs import make_inputs
 
 # What models and torch say of themselves is no matter here.
@@ -44,6 +46,8 @@ NOT_IN_EVALUATION = {
     "rwkv": "cannot be trained in evaluation, where it changes its state in place",
     "tvp": "two batches of its one sample do not make one",
 }
+# A backbone inside them has most blocks, and hides those around it.
+PLAN_KNOWS_MORE = ("grounding-dino", "mm-grounding-dino", "sam3_lite_text")
 PARAMS = [
     pytest.param(family, marks=() if family in (*ALWAYS, *SOME) else pytest.mark.exhaustive)
     for family in FAMILIES
@@ -114,6 +118,18 @@ def test_kept_states_are_predicted_as_counted():
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
     assert callback.monitor.summary.prediction_error == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", PARAMS)
+def test_blocks_are_those_of_the_plan_for_fsdp2_or_parts_of_them(family):
+    with torch.device("meta"):
+        model = tiny(family)
+    plan = getattr(model, "fsdp_plan", None) or {}
+    names = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules()}
+    theirs = [name for name, pattern in names.items() if "*" in pattern and pattern in plan]
+    ours = [block.name for block in find_blocks(model, None)]
+    missing = [n for n in theirs if not any(f"{block}.".startswith(f"{n}.") for block in ours)]
+    assert bool(missing) == (family in PLAN_KNOWS_MORE)
 
 
 @pytest.mark.parametrize("family", PARAMS)

@@ -2,6 +2,10 @@
 
 import functools
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,8 @@ from lightning_memsave import (
     predict_memory,
 )
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.trainer.fsdp2 import materialize, shard
+from lightning_memsave.prediction.processes import first_of
+from lightning_memsave.trainer.fsdp2 import _Table, materialize, shard
 from tests.callbacks.lit import loader_of, make_trainer, summary_of
 from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
 
@@ -36,6 +41,8 @@ WIDTH, NUM_WORDS = 64, 96
 class Tied(nn.Module):
     """Blocks between an embedding and a head of one weight."""
 
+    is_tied = True
+
     def __init__(self, dropout: float = 0.1, num_words: int = NUM_WORDS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_words, WIDTH)
@@ -45,10 +52,39 @@ class Tied(nn.Module):
         ]
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(WIDTH, num_words, bias=False)
-        self.head.weight = self.embedding.weight
+        if self.is_tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return loss_of(self.head(self.blocks(self.embedding(tokens))), tokens)
+        return loss_of(self.logits(self.blocks(self.embedding(tokens))), tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Untied(Tied):
+    is_tied = False
+
+
+class Also(Tied):
+    """Uses the weight of its embedding beside the modules that have it, detached too."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        weight = self.embedding.weight
+        other = functional.linear(hidden, weight) + functional.linear(hidden, weight.detach())
+        return super().logits(hidden) + 0.1 * other
+
+
+class Frozen(Tied):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.embedding.weight.requires_grad = False
+
+
+LARGE: dict[str, Any] = {
+    cls.__name__: functools.partial(cls, num_words=300) for cls in (Tied, Untied, Also, Frozen)
+}
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -87,10 +123,18 @@ def by_hand(self: Any) -> None:
         fully_shard(self.model, mesh=mesh)
 
 
+def by_hand_strategy() -> Any:
+    return ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", RANKS))
+
+
 def batches(rank: int, length: int = 16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(NUM_WORDS, (length, 8), generator=generator)
-    return [batch.clone() for batch in tokens[rank::RANKS].split(2)]  # memory of its own
+    return [batch.clone() for batch in tokens[rank :: world_size()].split(2)]  # memory of its own
 
 
 def train(
@@ -101,7 +145,7 @@ def train(
     ckpt_path: Any = None,
     **settings: Any,
 ) -> tuple[Notes, Any]:
-    how = {"devices": RANKS, "strategy": strategy, "use_distributed_sampler": False}
+    how = {"devices": world_size(), "strategy": strategy, "use_distributed_sampler": False}
     trainer = make_trainer(package, *callbacks, num_sanity_val_steps=0, **(how | settings))
     rank = rank_of_this_process()
     torch.manual_seed(100 + rank)  # other dropout on each rank
@@ -140,17 +184,25 @@ def as_by_hand() -> Notes:
     notes: Notes = {}
     for precision in PRECISIONS:
         settings = AT_ONCE | {"precision": precision}
-        strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
         notes[f"{precision} by hand"], _ = train(
-            lit(configure_model=by_hand), strategy=strategy, **settings
+            lit(configure_model=by_hand), strategy=by_hand_strategy(), **settings
         )
         notes[f"{precision} ours"], _ = train(lit(), **settings)
+    for name, make in LARGE.items():
+        notes[f"{name} by hand"], _ = train(
+            lit(configure_model=by_hand, make=make), strategy=by_hand_strategy(), **AT_ONCE
+        )
+        notes[f"{name} ours"], _ = train(lit(make=make), **AT_ONCE)
     notes["other package"], _ = train(lit(pytorch_lightning), package=pytorch_lightning, **AT_ONCE)
     notes["forward"], _ = train(
         lit(forward=lambda self, batch: self.model(batch), training_step=through_forward),
         **AT_ONCE,
     )
     return notes
+
+
+def sgd(self: Any) -> Any:
+    return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def with_own_parameter() -> Notes:
@@ -167,8 +219,7 @@ def with_own_parameter() -> Notes:
         if rank_of_this_process():  # the values of the first process count
             torch.nn.init.zeros_(made.model.blocks[0].linear1.weight)
         made.scale = nn.Parameter(torch.ones(WIDTH))
-        sgd = lambda self: torch.optim.SGD(self.parameters(), lr=0.1)  # noqa: E731 - sees scales
-        type(made).configure_optimizers = sgd
+        type(made).configure_optimizers = sgd  # sees scales
         return made.double()
 
     settings = {"precision": "64-true"}
@@ -222,6 +273,34 @@ def of_checkpoints(is_sharded: bool, make_callbacks: Any = list) -> Notes:
     return notes | {"path": str(path), "patched": patched}
 
 
+EPOCHS = {4: 1, 2: 2, 1: 3}
+"""How many epochs have ended when so many processes stop."""
+
+
+def exact() -> Any:
+    return lit(make=functools.partial(Tied, dropout=0.0, num_words=300)).double()
+
+
+def go_on(folder: Path) -> None:
+    """Train what twice as many processes have begun; the first also as sharded by hand."""
+    size = world_size()
+    begun = folder / f"{2 * size}.ckpt"
+    path = begun if begun.exists() else None
+    settings: dict[str, Any] = {"accumulate_grad_batches": 4 // size, "default_root_dir": folder}
+    _, trainer = train(exact(), max_epochs=EPOCHS[size], ckpt_path=path, **settings)
+    trainer.save_checkpoint(folder / f"{size}.ckpt")
+    if path is None:
+        notes, settings = {}, settings | AT_ONCE | {"max_epochs": 2}
+        notes["ours"], _ = train(lit(make=LARGE["Tied"]), **settings)
+        notes["by hand"], _ = train(
+            lit(configure_model=by_hand, make=LARGE["Tied"]),
+            strategy=by_hand_strategy(),
+            **settings,
+        )
+        (folder / f"{rank_of_this_process()}.json").write_text(json.dumps(notes))
+    torch.distributed.destroy_process_group()
+
+
 def low_bit() -> MemSaveCallback:
     return off(optimizer=LowBitOptimizer("8bit"))
 
@@ -264,13 +343,34 @@ def from_meta(make: Any) -> Any:
     return made
 
 
+def of_labels(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+    loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+    self.losses.append(loss.item())
+    return loss
+
+
+# With a bound: eager attention of Hugging Face's models computes in float32.
+ROUNDED: dict[str, tuple[dict[str, Any], float]] = {
+    "chunked_cross_entropy": ({"chunked_cross_entropy": True}, 1e-10),
+    "attention": ({"attention": "sdpa"}, 1e-6),
+}
+
+
+def with_rounded_techniques() -> Notes:
+    def run(name: str, *callbacks: Any) -> Notes:
+        made = lit(make=functools.partial(Tied, dropout=0.0, num_words=1100))
+        if name == "attention":
+            made = lit(make=llama, training_step=of_labels)
+            made.model.set_attn_implementation("eager")
+        type(made).configure_optimizers = sgd  # Adam's update of a tiny gradient is a large one
+        return train(made.double(), *callbacks, limit_val_batches=0)[0]
+
+    rows = {name: run(name, off(**arguments)) for name, (arguments, _) in ROUNDED.items()}
+    return rows | {f"{name}, without": run(name) for name in ROUNDED}
+
+
 def of_meta_start() -> Notes:
     notes: Notes = {}
-
-    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(loss.item())
-        return loss
 
     def validation_step(self: Any, batch: Tensor, batch_idx: int) -> None:
         made = self.model.generate(batch, max_new_tokens=2, do_sample=False)
@@ -281,7 +381,7 @@ def of_meta_start() -> Notes:
     notes["buffer"] = torch_module.own.tolist()
     hugging_face = from_meta(llama)
     cls = type(hugging_face)
-    cls.training_step, cls.validation_step = training_step, validation_step
+    cls.training_step, cls.validation_step = of_labels, validation_step
     notes["hugging face"], _ = train(hugging_face)
     notes["tied"] = (
         hugging_face.model.lm_head.weight is hugging_face.model.model.embed_tokens.weight
@@ -300,8 +400,21 @@ MEASURED: dict[str, dict[str, Any]] = {
 }
 
 
-def without_validation() -> Any:
-    made = lit(make=functools.partial(Tied, num_words=3000))
+class ManyTokens(Tied):
+    """Needs most for its logits: gloo sums a copy of large gradients, which NCCL does not."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.repeat(8, 1))
+
+
+class Biased(Tied):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.head.bias = nn.Parameter(torch.zeros(self.head.out_features))
+
+
+def without_validation(make: Any = ManyTokens, num_words: int = 3000, **methods: Any) -> Any:
+    made = lit(make=functools.partial(make, num_words=num_words), **methods)
     made.log = lambda *args, **kwargs: None  # its figures are what other steps leave
     return made
 
@@ -313,6 +426,12 @@ def of_peaks() -> Notes:
         gc.collect()  # what earlier fits have left
         train(without_validation(), callback, limit_val_batches=0)
         notes[name] = summary_of(callback).peak_bytes
+    for name, strategy in {"ours": "memsave_fsdp2", "by hand": by_hand_strategy()}.items():
+        methods: Any = {} if name == "ours" else {"configure_model": by_hand}
+        callback = off()
+        module = without_validation(Biased, **methods)
+        train(module, callback, limit_val_batches=0, strategy=strategy)
+        notes[name] = summary_of(callback).peak_bytes
     return notes
 
 
@@ -321,6 +440,7 @@ SCENARIOS = {
     "by_hand": as_by_hand,
     "own_parameter": with_own_parameter,
     "techniques": with_techniques,
+    "rounded": with_rounded_techniques,
     "full": functools.partial(of_checkpoints, False),
     "sharded": functools.partial(of_checkpoints, True),
     "8bit": of_8bit_state,
@@ -336,6 +456,16 @@ def test_trains_bit_for_bit_as_sharded_by_hand(report, precision):
     for notes in report("by_hand"):
         assert notes[f"{precision} ours"] == notes[f"{precision} by hand"]
         assert notes[f"{precision} ours"]["losses"][0] > 0.5
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_parameters_outside_of_blocks_train_as_sharded_by_hand(report, name):
+    rtol = 1e-5 if name == "Also" else 0  # three gradients are added in another order
+    for notes in report("by_hand"):
+        ours, by_hand = notes[f"{name} ours"], notes[f"{name} by hand"]
+        for key, values in (by_hand["weights"] | {"losses": by_hand["losses"]}).items():
+            found = torch.tensor((ours["weights"] | {"losses": ours["losses"]})[key])
+            torch.testing.assert_close(found, torch.tensor(values), rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("way", ["other package", "forward"])
@@ -362,6 +492,18 @@ def test_steps_may_use_parts_and_parameters_outside_of_blocks(report):
 def test_techniques_change_nothing(report, name):
     for notes in report("techniques"):
         assert notes[name] == notes[f"{name}, without"]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_techniques_round(report, name):
+    for notes in report("rounded"):
+        found, expected = notes[name]["weights"], notes[f"{name}, without"]["weights"]
+        assert found != expected
+        bound = ROUNDED[name][1]
+        for key, values in expected.items():
+            torch.testing.assert_close(
+                torch.tensor(found[key]), torch.tensor(values), rtol=bound, atol=bound
+            )
 
 
 @pytest.mark.parametrize("name", ["full", "sharded", "8bit"])
@@ -403,6 +545,51 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(report, name, tmp_path):
     torch.testing.assert_close(
         torch.tensor(module.losses), torch.tensor(expected), rtol=rtol, atol=0
     )
+
+
+@pytest.fixture(scope="module")
+def folder_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run four processes, and then two that go on from their checkpoint."""
+    folder = tmp_path_factory.mktemp("four")
+    for size in (4, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={size}", "-m", "tests.trainer.test_fsdp2", str(folder)]
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+    return folder
+
+
+def test_four_processes_train_bit_for_bit_as_sharded_by_hand(folder_of_four):
+    for rank in range(4):
+        notes = json.loads((folder_of_four / f"{rank}.json").read_text())
+        assert notes["ours"] == notes["by hand"]
+
+
+def test_a_fit_goes_on_with_fewer_and_fewer_processes(folder_of_four, tmp_path):
+    both = [batch for pair in zip(*map(batches, range(RANKS)), strict=True) for batch in pair]
+    found = []
+    for path in (None, folder_of_four / "2.ckpt"):
+        module = exact()
+        settings: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": EPOCHS[1]}
+        trainer = make_trainer(pl, default_root_dir=tmp_path, **settings)
+        trainer.fit(module, loader_of(both), loader_of(batches(0, 4)), ckpt_path=path)
+        found.append(module)
+    whole, resumed = found
+    number = len(resumed.losses)
+    assert number == len(both)
+    torch.testing.assert_close(
+        torch.tensor(resumed.losses), torch.tensor(whole.losses[-number:]), rtol=1e-10, atol=0
+    )
+    for param, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_8bit_state_is_chosen_by_whole_sizes(report):
@@ -455,15 +642,14 @@ def test_its_own_configure_model_is_given_back(report):
         assert notes["patched"] == []
 
 
-def predicted(name: str, world_size: int, **settings: Any) -> MemoryPrediction:
+def predicted(name: str, world_size: int, make: Any = ManyTokens) -> MemoryPrediction:
     return predict_memory(
-        without_validation(),
+        without_validation(make),
         batches(0)[0],
         settings={"preset": "off", **MEASURED[name]},
         device="cpu",
         strategy="fsdp2",
         world_size=world_size,
-        **settings,
     )
 
 
@@ -478,8 +664,26 @@ def test_a_process_is_predicted_without_the_others(report, name):
     assert found.settings["fsdp2"] == f"1 of {RANKS} processes"
 
 
+def test_a_large_table_needs_fewer_copies_than_sharded_by_hand(report):
+    table_bytes = Tied(num_words=3000).head.weight.nbytes
+    for notes in report("peaks"):
+        assert notes["by hand"] - notes["ours"] > 1.4 * table_bytes
+
+
+def test_a_fit_that_begins_with_validation_in_inference_mode_trains():
+    module = lit(make=LARGE["Tied"])
+    module.log = lambda *args, **kwargs: None
+    with first_of(2, pl) as settings:  # Lightning leaves it out with gloo
+        trainer = make_trainer(pl, num_sanity_val_steps=1, **settings)
+        trainer.fit(module, loader_of(batches(0)), loader_of(batches(0)))
+    assert module.losses
+    del module, trainer, settings
+    gc.collect()
+    assert not any(isinstance(each, _Table) for each in gc.get_objects())
+
+
 def test_more_processes_hold_less_each():
-    sharded = [predicted("nothing", number).peak for number in (1, 2, 4, 8)]
+    sharded = [predicted("nothing", number, Tied).peak for number in (1, 2, 4, 8)]
     for kind in ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes"):
         sizes = [getattr(peak, kind) for peak in sharded]
         assert sizes == sorted(sizes, reverse=True)
@@ -545,3 +749,7 @@ class Half(Bare):
 def test_values_that_nobody_knows_are_refused(part, why):
     with pytest.raises(IncompatibleError, match=why):
         materialize(nn.Sequential(part()), torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    go_on(Path(sys.argv[1]))

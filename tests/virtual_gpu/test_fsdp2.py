@@ -12,11 +12,23 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lightning_memsave import FSDP2Strategy, predict_memory
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
-from tests.trainer.test_fsdp2 import Tied, batches, lit, off
+from tests.trainer.test_fsdp2 import (
+    ManyTokens,
+    Tied,
+    batches,
+    from_meta,
+    lit,
+    llama,
+    of_labels,
+    off,
+    without_validation,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -29,41 +41,86 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def module() -> Any:
-    # Weights that are large beside what gloo holds of a block.
-    made = lit(make=functools.partial(Tied, dropout=0.0, num_words=8000))
+    # Weights and logits that are large beside what gloo holds of a block.
+    return without_validation(functools.partial(ManyTokens, dropout=0.0), num_words=8000)
+
+
+ON_HOST: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "8bit": {"optimizer": "8bit"},
+    "optimizer_in_backward": {"optimizer_in_backward": True},
+    "clipping": {},
+    "meta": {},
+}
+"""What trains with shards on the host, too."""
+
+
+def wide(name: str) -> Any:
+    """Weights of 25 MB, most of them in blocks."""
+
+    class Wide(Tied):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.0)
+            layer = functools.partial(nn.TransformerEncoderLayer, 64, 4, 6000, 0.0)
+            self.blocks = nn.Sequential(*[layer(batch_first=True) for _ in range(8)])
+
+    made = from_meta(llama) if name == "meta" else lit(make=Wide)
+    if name == "meta":
+        type(made).training_step = of_labels
     made.log = lambda *args, **kwargs: None
     return made
 
 
 def train() -> None:
-    found = {}
-    for name, settings in SETTINGS.items():
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        own = module()
-        trainer = make_trainer(
-            pl,
-            off(predict=False, **settings),
-            accelerator="gpu",
-            devices=2,
-            strategy=FSDP2Strategy(process_group_backend="gloo"),
-            use_distributed_sampler=False,
-            limit_val_batches=0,
+    found = {name: fit(module(), settings) for name, settings in SETTINGS.items()}
+    on_host = CPUOffloadPolicy()
+    for name, settings in ON_HOST.items():
+        how: dict[str, Any] = {"gradient_clip_val": 0.3} if name == "clipping" else {}
+        found[f"{name} wide"] = fit(wide(name), settings, **how)
+        found[f"{name} on host"] = fit(wide(name), settings, on_host, "half.ckpt", **how)
+        resumed = fit(wide(name), settings, on_host, ckpt_path="half.ckpt", max_epochs=2, **how)
+        found[f"{name} resumed"] = resumed
+        found[f"{name} without"] = fit(
+            wide(name), settings, ckpt_path="half.ckpt", max_epochs=2, **how
         )
-        trainer.fit(own, loader_of(batches(int(os.environ["RANK"]))))
-        found[name] = [own.losses, torch.cuda.max_memory_allocated()]
-        del own, trainer
     if os.environ["RANK"] == "0":
         print(json.dumps(found))  # noqa: T201
 
 
+def fit(
+    own: Any,
+    settings: dict[str, Any],
+    policy: CPUOffloadPolicy | None = None,
+    path: str | None = None,
+    ckpt_path: str | None = None,
+    **how: Any,
+) -> list[Any]:
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    trainer = make_trainer(
+        pl,
+        off(predict=False, **settings),
+        accelerator="gpu",
+        devices=2,
+        strategy=FSDP2Strategy(process_group_backend="gloo", offload_policy=policy),
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        **how,
+    )
+    trainer.fit(own, loader_of(batches(int(os.environ["RANK"]))), ckpt_path=ckpt_path)
+    if path is not None:
+        trainer.save_checkpoint(path)
+    return [own.losses, torch.cuda.max_memory_allocated()]
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [*command, "--nproc-per-node=2", "-m", "tests.virtual_gpu.test_fsdp2"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"VGPU_DEVICES": "2"},
+        cwd=tmp_path_factory.mktemp("fsdp2"),
+        env=os.environ | {"VGPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -78,6 +135,17 @@ def found() -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["optimizer_in_backward", "offload"])
 def test_techniques_change_nothing(found, name):
     assert found[name][0] == found["nothing"][0]
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_shards_on_the_host_train_bit_for_bit_and_leave_the_device(found, name):
+    assert found[f"{name} resumed"][0] == found[f"{name} without"][0]
+    if name != "meta":  # a small one, of which the host draws other values
+        assert found[f"{name} on host"][0] == found[f"{name} wide"][0]
+        shards = sum(p.nbytes for p in wide(name).parameters()) / 2
+        # Weights, gradients and state, but for what is gathered or reduced at the peak.
+        left = {"8bit": 1.9, "optimizer_in_backward": 2.9}.get(name, 3.4) * shards
+        assert found[f"{name} wide"][1] - found[f"{name} on host"][1] > left
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -216,7 +216,11 @@ class LowPrecisionWeights(Technique[nn.Module]):
             problems.append(Problem(what, f"{why}bfloat16", fix))
         if facts.is_strategy(*SHARDED):
             why = f"`{facts.strategy}` decides itself in which type it keeps and gathers weights"
-            fix = f"Set `{self.argument}=None`, and use the strategy's own mixed precision."
+            own = "the strategy's own mixed precision"
+            if facts.is_strategy("ModelParallelStrategy"):
+                own = '`precision="bf16-mixed"`, in which the float32 shard of each process is one '
+                own += f"part of {facts.world_size}"
+            fix = f"Set `{self.argument}=None`, and use {own}."
             problems.append(Problem(written, why, fix))
         return problems
 

@@ -192,7 +192,10 @@ class Offloading(Technique[nn.Module]):
             return problems
         fix = f'Use `{self.argument}="activations"`, or train in one process without a strategy.'
         if facts.is_strategy(*SHARDED):
-            own = "the strategy's own offloading, such as `CPUOffloadPolicy` of FSDP2"
+            own = "the strategy's own offloading"
+            if facts.is_strategy("ModelParallelStrategy"):
+                own = "`FSDP2Strategy(offload_policy=CPUOffloadPolicy())`, with "
+                own += "`CPUOffloadPolicy` of `torch.distributed.fsdp`"
             fix = f"Use {own}, and set `{self.argument}=None`."
         why = f"`{facts.strategy}` moves weights and gradients itself"
         return [*problems, Problem(written, why, fix)]
