@@ -673,7 +673,7 @@ def test_a_large_table_needs_fewer_copies_than_sharded_by_hand(report):
 def test_a_fit_that_begins_with_validation_in_inference_mode_trains():
     module = lit(make=LARGE["Tied"])
     module.log = lambda *args, **kwargs: None
-    with first_of(2, pl) as settings:  # Lightning leaves it out with gloo
+    with first_of(2, "fsdp2", pl, {}) as settings:  # Lightning leaves it out with gloo
         trainer = make_trainer(pl, num_sanity_val_steps=1, **settings)
         trainer.fit(module, loader_of(batches(0)), loader_of(batches(0)))
     assert module.losses
