@@ -283,11 +283,21 @@ class Mesh:
         self.size = lambda: size
 
 
+def qwen() -> nn.Module:
+    config = transformers.Qwen3Config(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=8, vocab_size=8, head_dim=4,
+    )  # fmt: skip
+    model: nn.Module = transformers.Qwen3ForCausalLM(config)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "size", "why"),
     [
         (lambda: nn.Linear(2, 2), 2, "no part of it has a plan"),
         (starcoder, 4, "2 heads cannot be shared by 4 processes"),
+        (qwen, 2, "which sums accumulated gradients twice"),
     ],
 )
 def test_what_cannot_be_split_is_refused(model, size, why):
