@@ -5,11 +5,12 @@ The Trainer starts the second process itself. Four GPUs, of which each two share
 """
 
 import argparse
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_memsave import FSDP2Strategy, LowBitOptimizer, MemSaveCallback
@@ -29,8 +30,9 @@ class Lit(LightningModule):
         )
         self.model = LlamaForCausalLM(config)
 
-    def training_step(self, tokens: Tensor) -> Tensor:
+    def training_step(self, batch: list[Tensor]) -> Tensor:
         """Return the loss of a batch."""
+        (tokens,) = batch
         loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         return loss
 
@@ -48,10 +50,11 @@ def main() -> None:
     seed_everything(0)
     module = Lit()
     tokens = torch.randint(96, (num_batches * 8, 1)).expand(-1, 16)
+    strategy: Any = FSDP2Strategy(tensor_parallel_size=2)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=FSDP2Strategy(tensor_parallel_size=2),
+        strategy=strategy,
         max_epochs=1,
         callbacks=[
             MemSaveCallback(
@@ -61,7 +64,9 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(module, DataLoader(tokens, batch_size=8))  # both have the same batches
+    trainer.fit(
+        module, DataLoader(TensorDataset(tokens), batch_size=8)
+    )  # both have the same batches
     trainer.save_checkpoint("llama.ckpt")  # one file, gathered from both
     if trainer.is_global_zero:
         print(f"{trainer.global_step} steps in {trainer.world_size} processes")

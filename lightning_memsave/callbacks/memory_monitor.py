@@ -230,7 +230,11 @@ class GPUMemoryMonitor(CallbackBase):
         names = ("peak_bytes", "peak_reserved_bytes", "nvml_peak_bytes", "is_nvml_of_gpu")
         highest = reduce_over_ranks(trainer, "max", {n: getattr(summary, n) for n in names})
         total = reduce_over_ranks(trainer, "sum", {"num_samples": summary.num_samples})
+        # Processes of tensor parallelism have the same samples.
+        share = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        replicas = share.get("num_replicas", trainer.world_size)
         whole: dict[str, Any] = {n: int(value) for n, value in (highest | total).items()}
+        whole["num_samples"] = whole["num_samples"] * replicas // trainer.world_size
         whole["is_nvml_of_gpu"] = bool(whole["is_nvml_of_gpu"])
         self._summary = replace(summary, **whole)
         self._print(trainer)

@@ -18,7 +18,7 @@ from lightning_memsave import FSDP2Strategy, LowBitOptimizer, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.tensor_parallel import split_by_plan
 from tests.callbacks import ranks
-from tests.callbacks.lit import loader_of, make_trainer
+from tests.callbacks.lit import loader_of, make_trainer, summary_of
 from tests.callbacks.ranks import Notes
 from tests.trainer.test_fsdp2 import NUM_WORDS, WIDTH, lit, loss_of, off, weights
 
@@ -99,7 +99,9 @@ def of_training() -> Notes:
     hand = module_of(make=lambda: starcoder(dropout=0.1), configure_model=by_hand)
     notes = {"by hand": train(hand, strategy=plain, **AT_ONCE)[0]}
     notes["ours"] = train(noisy(), **AT_ONCE)[0]
-    notes["checkpointing"] = train(noisy(), off(activation_checkpointing="all"), **AT_ONCE)[0]
+    callback = off(activation_checkpointing="all")
+    notes["checkpointing"] = train(noisy(), callback, **AT_ONCE)[0]
+    notes["samples"] = summary_of(callback).num_samples
     for name, make in CLIPPED.items():
         notes[name], trainer = train(module_of(make=make), gradient_clip_val=0.3, **AT_ONCE)
         split = [p for p in trainer.lightning_module.parameters() if isinstance(p, DTensor)]
@@ -179,6 +181,7 @@ def test_trains_bit_for_bit_as_split_by_hand(seen):
     for notes in seen("training"):
         assert notes["ours"] == notes["by hand"]
         assert notes["checkpointing"] == notes["ours"]
+        assert notes["samples"] == 12  # once, for processes that have the same
 
 
 def test_processes_that_share_layers_agree(seen):
@@ -283,11 +286,21 @@ class Mesh:
         self.size = lambda: size
 
 
+def qwen() -> nn.Module:
+    config = transformers.Qwen3Config(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=8, vocab_size=8, head_dim=4,
+    )  # fmt: skip
+    model: nn.Module = transformers.Qwen3ForCausalLM(config)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "size", "why"),
     [
         (lambda: nn.Linear(2, 2), 2, "no part of it has a plan"),
         (starcoder, 4, "2 heads cannot be shared by 4 processes"),
+        (qwen, 2, "which sums accumulated gradients twice"),
     ],
 )
 def test_what_cannot_be_split_is_refused(model, size, why):
