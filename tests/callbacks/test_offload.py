@@ -459,7 +459,7 @@ class TestRefusals:
         [
             ("DDPStrategy", "or train in one process"),
             ("FSDPStrategy", "strategy's own offloading"),
-            ("ModelParallelStrategy", "`CPUOffloadPolicy` of FSDP2"),
+            ("ModelParallelStrategy", "`FSDP2Strategy(offload_policy=CPUOffloadPolicy())`"),
             ("DeepSpeedStrategy", "strategy's own offloading"),
         ],
     )
