@@ -375,7 +375,7 @@ def test_what_users_call_explains_what_it_returns():
 
 
 # Documented by Python in spite of their underscore, or a mark of FSDP1 that only it sets.
-NOT_CHECKED = {"_fields", "_replace", "_getframe", "_fsdp_flattened"}
+NOT_CHECKED = {"_fields", "_replace", "_getframe", "_fsdp_flattened", "_exit"}
 # What the folder of a technique, or a room, uses for one argument only; the others for all.
 ARGUMENT_OF_ROOM = {"prediction": "predict"} | dict.fromkeys(
     ("cli", "doctor", "explain", "modules", "oom", "report", "targets"), COMMANDS

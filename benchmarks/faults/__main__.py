@@ -4,7 +4,8 @@ A fit for which memory ran out is right if its parameters are, bit for bit, thos
 told to use the smaller size from that batch on, or of one that never ran out; a fit that was killed
 and resumed, if they are those of a fit that was not. Disk, log folder, output, checkpoint and
 driver that fail have a table of their own. CPU only: what fails is injected. Nothing is injected
-with `--modules`: awkward Lightning modules with every preset beside plain training.
+with `--modules`: awkward Lightning modules with every preset beside plain training. With `--ranks`
+one of two processes is killed, and the other must end and name it.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS, markdown_table, write_results
-from benchmarks.faults import _modules, _plans
+from benchmarks.faults import _modules, _plans, _ranks
 from benchmarks.faults._attack import Injections, kill_and_resume
 from benchmarks.faults._environment import FAULTS, disturb
 from benchmarks.faults._fits import all_cases
@@ -35,17 +36,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--plans", action="store_true", help="attack fits with a budget instead")
     parser.add_argument("--modules", action="store_true", help="train awkward modules instead")
+    parser.add_argument("--ranks", action="store_true", help="kill one of two processes instead")
     parser.add_argument("--injections", type=int, help="over all cases; 360, of plans 300")
-    parser.add_argument("--kills", type=int, help="over all cases; 100, of plans 20")
+    parser.add_argument("--kills", type=int, help="over all cases; 100, of plans and ranks 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
-    injections, kills = (300, 20) if arguments.plans else (360, 100)
+    injections, kills = (300, 20) if arguments.plans or arguments.ranks else (360, 100)
     injections = injections if arguments.injections is None else arguments.injections
     kills = kills if arguments.kills is None else arguments.kills
     if arguments.plans:
         _attack_plans(injections, kills, arguments)
+        return
+    if arguments.ranks:
+        _attack_ranks(kills, arguments)
         return
     if arguments.modules:
         cells = _modules.attack([*all_projects()], [*_modules.SETTINGS], [*_modules.CONDITIONS])
@@ -92,6 +97,30 @@ def _attack_plans(num_injections: int, num_kills: int, arguments: argparse.Names
     failed = [claim for claim, holds in claims.items() if not holds]
     if failed:
         sys.exit("\n".join(failed))
+
+
+def _attack_ranks(num_kills: int, arguments: argparse.Namespace) -> None:
+    numbers = range(arguments.seed, arguments.seed + num_kills)
+    plain: list[dict[str, Any]] = [
+        {"with_us": False, "launcher": name} for name in _ranks.LAUNCHERS
+    ]
+    out_of_memory: dict[str, Any] = {"moment": _ranks.OUT_OF_MEMORY, "strategy": "ddp"}
+    attacks: list[dict[str, Any]] = []
+    planned: list[dict[str, Any]] = [
+        *({"seed": number} for number in numbers),
+        *(out_of_memory | {"seed": number} for number in (0, 1, 2)),
+        *({"seed": number, "moment": "step"} | way for way in plain for number in (0, 1)),
+        *({"seed": 0} | out_of_memory | way for way in plain),
+    ]
+    for chosen in planned:
+        attacks.append(_ranks.kill(**chosen))
+        print(attacks[-1], flush=True)
+    table = _ranks.make_table(attacks)
+    path = write_results("faults_ranks_cpu", {"attacks": attacks}, table, folder=arguments.results)
+    print(f"{table}\n\nWritten to {path}")
+    ours = [attack for attack in attacks if attack["with_us"]]
+    if not all(attack["outcome"] == "ended and named" for attack in ours):
+        sys.exit("A process did not end, or did not name the one that was killed.")
 
 
 def _share(total: int, num_cases: int, index: int) -> int:

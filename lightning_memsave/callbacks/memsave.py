@@ -36,6 +36,7 @@ from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
+from lightning_memsave.trainer.lost_ranks import RankWatch, watch_ranks
 from lightning_memsave.trainer.private_names import check_names
 from lightning_memsave.trainer.trainer import first_of, leave_device, put_first, second_use
 from lightning_memsave.trainer.training_loop import has_open_window
@@ -171,6 +172,7 @@ class MemSaveCallback(CallbackBase):
         self._directory: str | None = None
         self._has_started = self._has_trained = False
         self._outside: BaseException | None = None  # what is handled where the fit was started
+        self._ranks: RankWatch | None = None
 
     def __repr__(self) -> str:
         arguments = ", ".join(
@@ -225,6 +227,7 @@ class MemSaveCallback(CallbackBase):
         self._outside = sys.exception()
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
+        self._ranks = watch_ranks(trainer) if is_fit else None
         self.plan = None if is_fit else self.plan
         is_planned = is_fit and self.arguments["budget"] is not None
         found = host_form(self.arguments, trainer, pl_module) if is_fit and not is_planned else None
@@ -339,6 +342,7 @@ class MemSaveCallback(CallbackBase):
         if self._user not in (None, id(trainer)):
             return  # another Trainer is in a run with it
         self._user = None
+        self._leave_ranks(exception)
         from lightning_memsave.oom.report import add_advice, out_of_memory_in
 
         error = out_of_memory_in(exception, self._outside)
@@ -365,8 +369,14 @@ class MemSaveCallback(CallbackBase):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the module and write the report, after all monitors have finished."""
         self._user = None
+        self._leave_ranks()
         self._undo(trainer)
         self._write_report(trainer)
+
+    def _leave_ranks(self, error: BaseException | None = None) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close(error)
 
     def _undo(self, trainer: Any) -> None:
         self._outside, self._has_trained = None, False

@@ -243,7 +243,7 @@ class LiveTensors(TorchDispatchMode):
                 self._undo.append(register(self._claim_gradient).remove)
         for ref in self._optimizers:
             optimizer = ref()
-            if optimizer is not None:
+            if isinstance(optimizer, Optimizer):  # DeepSpeed's has neither state nor hooks of torch
                 self._claim_state(optimizer)
                 self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
                 self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)

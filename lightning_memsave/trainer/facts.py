@@ -36,11 +36,13 @@ def clipping_of(trainer: Any) -> dict[str, Any]:
     return {"clip_value" if algorithm == "value" else "clip_norm": bound}
 
 
-# `FSDPStrategy(activation_checkpointing_policy=...)` and DeepSpeed's own setting.
+# `FSDPStrategy(activation_checkpointing_policy=...)`. DeepSpeed's setting is in Lightning's every
+# config, and says how a module that calls DeepSpeed's function checkpoints.
 def _checkpoints_activations(trainer: Any) -> bool:
     strategy = trainer.strategy
     config = getattr(strategy, "config", None)
-    in_config = isinstance(config, dict) and "activation_checkpointing" in config
+    own = config.get("activation_checkpointing") if isinstance(config, dict) else None
+    is_deepspeed = is_strategy(trainer, "DeepSpeedStrategy")
     return bool(getattr(strategy, "_activation_checkpointing_kwargs", None)) or (
-        in_config and is_strategy(trainer, "DeepSpeedStrategy")
+        is_deepspeed and any((own or {}).values())
     )

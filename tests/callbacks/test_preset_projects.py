@@ -213,8 +213,8 @@ PROJECTS = {
     "ddp of one process": Project(
         make_lit,
         {
-            UPDATES: "shares gradients between processes",
-            WEIGHTS: "fixes the type of gradients",
+            UPDATES: "keeps all gradients in its buckets",
+            WEIGHTS: "sums gradients of processes in their own type",
             "offload": "",
         },
         trainer=lambda: {"strategy": "ddp"},
@@ -281,7 +281,8 @@ def test_several_processes_are_not_refused(strategy, preset):
     assert [name for name, (is_asked, problems) in found.items() if is_asked and problems] == []
     if preset in ("bitwise", "single_gpu"):
         (problem,) = found[UPDATES][1]
-        assert "shares gradients between processes" in problem.why
+        why = {"ddp": "keeps all gradients in its buckets", "fsdp": "shares gradients between"}
+        assert why[strategy] in problem.why
         assert "`optimizer_in_backward=None`" in problem.fix
     if preset in ("classic", "single_gpu") and strategy == "fsdp":
         assert "shards parameters" in found["optimizer"][1][0].why
@@ -290,9 +291,9 @@ def test_several_processes_are_not_refused(strategy, preset):
 @pytest.mark.parametrize(
     ("strategy", "name", "value", "message"),
     [
-        ("ddp", UPDATES, True, "`DDPStrategy` shares gradients"),
+        ("ddp", UPDATES, True, "`DDPStrategy` keeps all gradients"),
         ("fsdp", UPDATES, True, "`FSDPStrategy` shares gradients"),
-        ("ddp", WEIGHTS, "kahan", "it fixes the type of gradients"),
+        ("ddp", WEIGHTS, "kahan", "sums gradients of processes in their own type"),
         ("fsdp", WEIGHTS, "kahan", "`FSDPStrategy` decides itself"),
         ("fsdp", "chunked_cross_entropy", True, "`FSDPStrategy` may have freed"),
     ],

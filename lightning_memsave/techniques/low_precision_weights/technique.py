@@ -207,13 +207,11 @@ class LowPrecisionWeights(Technique[nn.Module]):
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse strategies that decide the dtype of gradients or weights themselves."""
         problems = []
-        if facts.is_strategy("DDPStrategy"):
-            why = (
-                "it fixes the type of gradients, so that those of micro-batches would be summed in "
-            )
+        if facts.is_strategy("DDPStrategy") and not facts.is_strategy(*SHARDED):
+            why = "it sums gradients of processes in their own type, and would in bfloat16"
             fix = f"Train on one GPU, or set `{self.argument}=None`."
             what = f"{written} with `{facts.strategy}`"
-            problems.append(Problem(what, f"{why}bfloat16", fix))
+            problems.append(Problem(what, why, fix))
         if facts.is_strategy(*SHARDED):
             why = f"`{facts.strategy}` decides itself in which type it keeps and gathers weights"
             own = "the strategy's own mixed precision"

@@ -188,8 +188,14 @@ class OptimizerInBackward(Technique[Optimizer]):
                     "the norm of all gradients is known only after backward, on all processes",
                     f'Use `gradient_clip_algorithm="value"`, or {off}.',
                 )
-        # DDP of one process hands its gradients around, too.
-        elif facts.world_size > 1 or facts.is_strategy(*SHARDED, "DDPStrategy"):
+        # DDP of one process has buckets, too; they have the size of all gradients until it ends.
+        elif facts.is_strategy("DDPStrategy") and not facts.is_strategy(*SHARDED):
+            yield (
+                f"`{facts.strategy}` keeps all gradients in its buckets, so that updating early "
+                "would free nothing",
+                f'Use `Trainer(strategy="memsave_fsdp2")`, or {off}.',
+            )
+        elif facts.world_size > 1 or facts.is_strategy(*SHARDED):
             yield (
                 f"`{facts.strategy}` shares gradients between processes after they are complete",
                 f"Set `{self.argument}=None`, or train in one process without a strategy.",

@@ -1,0 +1,80 @@
+"""DeepSpeed's ZeRO on two processes with gloo, where it is installed: nothing of ours needs it."""
+
+import functools
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+deepspeed = pytest.importorskip("deepspeed")
+
+from lightning.pytorch.strategies import DeepSpeedStrategy  # noqa: E402
+
+from lightning_memsave import MemSaveCallback  # noqa: E402
+from tests.callbacks.lit import loader_of, make_lit, rows_of  # noqa: E402
+from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process  # noqa: E402
+from tests.callbacks.test_strategies import train  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_prediction", "any_saving_counts")]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "activation_checkpointing": {"activation_checkpointing": "all"},
+    "early_release": {"preset": None, "optimizer": None, "activation_checkpointing": None},
+}
+
+
+class OnCpu(DeepSpeedStrategy):
+    """Lightning asks for a GPU and an index of it; DeepSpeed itself does not."""
+
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        # It would be compiled, for minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", self.local_rank)
+
+
+def module() -> Any:
+    torch.manual_seed(1)
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)]
+
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch).square().mean()
+
+    data = torch.randn(RANKS, 4, 3, 4, 32, generator=torch.Generator().manual_seed(2))
+    batches = [batch.clone() for batch in data[rank_of_this_process()]]
+    own = {"training_step": training_step, "train_dataloader": lambda self: loader_of(batches)}
+    return make_lit(model=nn.Sequential(*layers), **own)
+
+
+def run(stage: int) -> Notes:
+    def fit(*callbacks: Any) -> Notes:
+        strategy = OnCpu(stage=stage, process_group_backend="gloo", logging_batch_size_per_gpu=3)
+        return train(module(), *callbacks, strategy=strategy, limit_val_batches=0)
+
+    notes: Notes = {"plain": fit()}
+    for name, settings in SETTINGS.items():
+        callback = MemSaveCallback(**({"preset": "off"} | settings), report=False)
+        notes[name] = fit(callback)
+        notes[f"{name} is"] = rows_of(callback)[name].status
+    return notes
+
+
+SCENARIOS = {f"stage {stage}": functools.partial(run, stage) for stage in (1, 2)}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_techniques_change_nothing(report, stage, name):
+    for notes in report(f"stage {stage}"):
+        assert notes[f"{name} is"] == "on"
+        assert notes[name] == notes["plain"]
