@@ -1,16 +1,18 @@
-"""Peak memory and time per step of 1, 2 and 4 processes under FSDP2: `python -m benchmarks.scale`.
+"""Peak memory and time per step of 1, 2 and 4 processes: `python -m benchmarks.scale`.
 
 Beside each peak stands the prediction, for which no other process is there.
 
 RoBERTa 7M with one short sequence per process, so that weights, gradients and optimizer state are
 what needs memory. Processes on a CPU, over gloo: bytes are exact, and times are only ratios to the
-same number of processes sharded by hand, as two cores serve all of them. By hand: Lightning's
-`ModelParallelStrategy`, with `fully_shard` of each block and of the model, as its documentation
-writes it, and 32-bit AdamW.
+same number of processes under DDP, or sharded by hand, as two cores serve all of them. By hand:
+Lightning's `ModelParallelStrategy`, with `fully_shard` of each block and of the model, as its
+documentation writes it, and 32-bit AdamW. With `--plans`: what `memsave plan` says of two GPUs.
 """
 
 import argparse
+import contextlib
 import gc
+import io
 import json
 import os
 import statistics
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -30,21 +32,54 @@ from torch.utils.data import DataLoader
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import SMALL
 from lightning_memsave import LowBitOptimizer, MemSaveCallback, predict_memory
+from lightning_memsave.cli.main import main as memsave
 from lightning_memsave.units import format_bytes
 
 PROCESSES = (1, 2, 4)
 ALL_8BIT = LowBitOptimizer("8bit", force_8bit=("*",))
-BY_HAND = "`fully_shard` by hand"
-WAYS: dict[str, dict[str, Any]] = {
-    BY_HAND: {},
-    '`strategy="memsave_fsdp2"`': {},
+DDP, BY_HAND = "DDP", "`fully_shard` by hand"
+FSDP2 = '`strategy="memsave_fsdp2"`'
+
+
+class Way(NamedTuple):
+    """A way to train.
+
+    Args:
+        strategy: As `predict_memory` calls it; empty for sharding by hand.
+        settings: Of `MemSaveCallback`.
+    """
+
+    strategy: str
+    settings: dict[str, Any]
+
+    @property
+    def base(self) -> str:
+        """The way to compare with."""
+        return DDP if self.strategy == "ddp" else BY_HAND
+
+
+ON_BOTH: dict[str, dict[str, Any]] = {
     '`optimizer="8bit"`': {"optimizer": "8bit"},
+    '`activation_checkpointing="all"`': {"activation_checkpointing": "all"},
+    "`chunked_cross_entropy=True`": {"chunked_cross_entropy": True},
+    '`preset="bitwise"`': {"preset": "bitwise"},
+    '`preset="single_gpu"`': {"preset": "single_gpu"},
+}
+ON_FSDP2: dict[str, dict[str, Any]] = {
     "`optimizer=LowBitOptimizer(force_8bit=('*',))`": {"optimizer": ALL_8BIT},
     "`optimizer_in_backward=True`": {"optimizer_in_backward": True},
     "both": {"optimizer": ALL_8BIT, "optimizer_in_backward": True},
-    '`activation_checkpointing="all"`': {"activation_checkpointing": "all"},
+}
+WAYS: dict[str, Way] = {
+    DDP: Way("ddp", {}),
+    **{f"{DDP}, {name}": Way("ddp", settings) for name, settings in ON_BOTH.items()},
+    BY_HAND: Way("", {}),
+    FSDP2: Way("fsdp2", {}),
+    **{f"FSDP2, {n}": Way("fsdp2", settings) for n, settings in (ON_FSDP2 | ON_BOTH).items()},
 }
 STEPS = 8
+XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50_257, "n_positions": 1024}
+PLAN = ("plan", "config.json", "--batch", "4x1024", "--gpu", "RTX-4090", "--world-size", "2")
 
 
 class Lit(pl.LightningModule):
@@ -102,22 +137,21 @@ def data_of(world_size: int) -> Any:
     return torch.randint(5, 1000, (STEPS * world_size, 8), generator=made)
 
 
-def run(settings: dict[str, Any], *, by_hand: bool = False) -> dict[str, Any]:
+def run(way: Way) -> dict[str, Any]:
     """Train on this process.
 
     Args:
-        settings: Of `MemSaveCallback`.
-        by_hand: Let the module shard itself.
+        way: How.
 
     Returns:
         Peak bytes by category, the median step in seconds, and losses.
     """
-    callback = MemSaveCallback(preset="off", predict=False, **settings)
+    callback = MemSaveCallback(**{"preset": "off", "predict": False, **way.settings})
     number = int(os.environ["WORLD_SIZE"])
-    strategy: Any = "memsave_fsdp2"
-    if by_hand:
+    strategy: Any = {"fsdp2": "memsave_fsdp2"}.get(way.strategy, way.strategy)
+    if not strategy:
         strategy = ModelParallelStrategy(data_parallel_size=number, tensor_parallel_size=1)
-    module = ByHand() if by_hand else Lit()
+    module = Lit() if way.strategy else ByHand()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=number,
@@ -161,20 +195,24 @@ def launch(number: int) -> dict[str, Any]:
     return found
 
 
-def predicted(settings: dict[str, Any], world_size: int) -> int:
+def predicted(way: Way, world_size: int) -> int:
     """Predict the peak of one process.
 
     Args:
-        settings: Of `MemSaveCallback`.
+        way: How it trains.
         world_size: Number of processes.
 
     Returns:
         Bytes.
     """
-    given: dict[str, Any] = {"preset": "off", **settings}
-    batch = data_of(1)[:1].clone()
+    strategy: Any = way.strategy
     found = predict_memory(
-        Lit(), batch, settings=given, device="cpu", strategy="fsdp2", world_size=world_size
+        Lit(),
+        data_of(1)[:1].clone(),
+        settings={"preset": "off", **way.settings},
+        device="cpu",
+        strategy=strategy,
+        world_size=world_size,
     )
     return found.peak_bytes
 
@@ -189,15 +227,15 @@ def table_of(results: dict[str, Any]) -> str:
         Markdown.
     """
     rows = []
-    for way in WAYS:
-        row = [way]
+    for name, way in WAYS.items():
+        row = [name]
         for number in map(str, PROCESSES):
-            found, plain = results[number][way], results[number][BY_HAND]
+            found, plain = results[number][name], results[number][way.base]
             bytes_ratio = found["peak_bytes"] / plain["peak_bytes"]
             time_ratio = found["step_s"] / plain["step_s"]
             peak = format_bytes(found["peak_bytes"])
             said = f"{time_ratio:.2f} x the time"
-            if way != BY_HAND:
+            if way.strategy:
                 error = 100 * (found["predicted_bytes"] / found["peak_bytes"] - 1)
                 said = f"predicted {error:+.1f} %, {said}"
             row.append(f"{peak} ({bytes_ratio:.2f}), {said}")
@@ -205,21 +243,42 @@ def table_of(results: dict[str, Any]) -> str:
     return markdown_table(["setting", *(f"{n} processes" for n in PROCESSES)], rows)
 
 
+def plans() -> str:
+    """Plan GPT-2 XL for one GPU and for two.
+
+    Returns:
+        The command, and the table of its ways, in Markdown.
+    """
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **XL}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("config.json").write_text(json.dumps(config))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            memsave([*PLAN])
+    table, _, _ = printed.getvalue().partition("\n\n")
+    return f"```\n$ memsave {' '.join(PLAN)}\n{table}\n```\n"
+
+
 def main() -> None:
     """Measure, and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plans", action="store_true", help="plan for two GPUs instead")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     typed = parser.parse_args()
     if typed.rank_of is not None:
-        found = {way: run(settings, by_hand=way == BY_HAND) for way, settings in WAYS.items()}
+        found = {name: run(way) for name, way in WAYS.items()}
         if os.environ["RANK"] == "0":
             typed.rank_of.write_text(json.dumps(found))
         return
+    if typed.plans:
+        write_results("scale_plans", {}, plans(), folder=typed.results)
+        return
     results = {str(number): launch(number) for number in PROCESSES}
     for number, found in results.items():
-        for way in WAYS.keys() - {BY_HAND}:
-            found[way]["predicted_bytes"] = predicted(WAYS[way], int(number))
+        for name, way in WAYS.items():
+            if way.strategy:
+                found[name]["predicted_bytes"] = predicted(way, int(number))
     write_results("scale_cpu", results, table_of(results), folder=typed.results)
 
 

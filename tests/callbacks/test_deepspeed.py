@@ -14,12 +14,13 @@ deepspeed = pytest.importorskip("deepspeed")
 from lightning.pytorch.strategies import DeepSpeedStrategy  # noqa: E402
 
 from lightning_memsave import MemSaveCallback  # noqa: E402
-from tests.callbacks.lit import loader_of, make_lit, rows_of  # noqa: E402
+from tests.callbacks.lit import loader_of, make_lit, rows_of, summary_of  # noqa: E402
 from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process  # noqa: E402
 from tests.callbacks.test_strategies import train  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_prediction", "any_saving_counts")]
 
+BUCKET_BYTES = 4 * 200_000_000
 SETTINGS: dict[str, dict[str, Any]] = {
     "activation_checkpointing": {"activation_checkpointing": "all"},
     "early_release": {"preset": None, "optimizer": None, "activation_checkpointing": None},
@@ -66,6 +67,7 @@ def run(stage: int) -> Notes:
         callback = MemSaveCallback(**({"preset": "off"} | settings), report=False)
         notes[name] = fit(callback)
         notes[f"{name} is"] = rows_of(callback)[name].status
+        notes["counted"] = summary_of(callback).by_category["gradient"]
     return notes
 
 
@@ -78,3 +80,4 @@ def test_techniques_change_nothing(report, stage, name):
     for notes in report(f"stage {stage}"):
         assert notes[f"{name} is"] == "on"
         assert notes[name] == notes["plain"]
+        assert notes["counted"] == BUCKET_BYTES  # Lightning's default is as large

@@ -746,6 +746,11 @@ class TestDeepSpeed:
         with pytest.raises(IncompatibleError, match="DeepSpeedStrategy"):
             self.trainer(only(**settings)).fit(make_lit())
 
+    def test_state_of_joined_parameters_is_refused(self):
+        """With 0.19.8 the state of ZeRO's flat partition was in 32 bits all the same."""
+        with pytest.raises(IncompatibleError, match="their state would stay in 32 bits"):
+            self.trainer(only(None, optimizer="8bit")).fit(make_lit())
+
     def test_auto_gives_way(self):
         callback = only("auto")
         self.trainer(callback).fit(make_lit())

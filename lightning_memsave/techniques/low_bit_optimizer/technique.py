@@ -225,8 +225,10 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         problems = []
         if facts.device is not None and (obstacle := find_obstacle(facts.device)):
             problems.append(Problem(written, *obstacle))
-        if facts.is_strategy("FSDPStrategy"):
+        if facts.is_strategy("FSDPStrategy", "DeepSpeedStrategy"):
             why = f"`{facts.strategy}` shards parameters, and bitsandbytes has no kernels for that"
+            if facts.is_strategy("DeepSpeedStrategy"):
+                why = f"`{facts.strategy}` joins parameters, and their state would stay in 32 bits"
             fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
             problems.append(Problem(written, why, fix))
         return problems
