@@ -1,0 +1,100 @@
+"""FSDP1 on two virtual GPUs, over gloo: it refuses a CPU. As a script it trains on one of them."""
+
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+
+from lightning_memsave import GPUMemoryMonitor
+from tests.callbacks.lit import loader_of, make_trainer
+from tests.trainer.test_fsdp2 import Tied, batches, lit, off
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "activation_checkpointing": ({"activation_checkpointing": "all"}, {}),
+    "micro_batch_size": ({"micro_batch_size": 1}, {}),
+    "plain accumulate_grad_batches": ({}, {"accumulate_grad_batches": 2}),
+    "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, {}),
+    "plain precision": ({}, {"precision": "bf16-mixed"}),
+    "precision": ({"precision": "bf16-mixed"}, {}),
+}
+"""Settings of the callback, and of the Trainer."""
+
+
+def train() -> None:
+    found = {}
+    wrap = {nn.TransformerEncoderLayer}
+    for name, (settings, of_trainer) in WAYS.items():
+        gc.collect()
+        own = lit(make=functools.partial(Tied, dropout=0.0))
+        own.log = lambda *args, **kwargs: None
+        monitor = GPUMemoryMonitor(print_summary=False)
+        trainer = make_trainer(
+            pl,
+            off(predict=False, **settings),
+            monitor,
+            accelerator="gpu",
+            devices=2,
+            strategy=FSDPStrategy(process_group_backend="gloo", auto_wrap_policy=wrap),
+            use_distributed_sampler=False,
+            limit_val_batches=0,
+            **of_trainer,
+        )
+        trainer.fit(own, loader_of(batches(int(os.environ["RANK"]))))
+        assert monitor.summary is not None
+        found[name] = [own.losses, monitor.summary.peak_bytes]
+        del own, trainer
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found))  # noqa: T201
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node=2", "-m", "tests.virtual_gpu.test_fsdp1"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"VGPU_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"plain"')]
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def test_checkpointing_is_bitwise(found):
+    assert found["activation_checkpointing"][0] == found["plain"][0]
+
+
+@pytest.mark.parametrize("name", ["accumulate_grad_batches", "precision"])
+def test_settings_are_those_of_the_trainer(found, name):
+    assert found[name][0] == found[f"plain {name}"][0] != found["plain"][0]
+
+
+def test_micro_batches_train_as_whole_ones(found):
+    parts = found["micro_batch_size"][0]
+    means = [(a + b) / 2 for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    assert means == pytest.approx(found["plain"][0], rel=1e-5)
+
+
+def test_the_monitor_reads_the_device(found):
+    assert all(peak_bytes > 0 for _, peak_bytes in found.values())
+
+
+if __name__ == "__main__":
+    train()
