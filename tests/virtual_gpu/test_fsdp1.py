@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def train() -> None:
     found = {}
-    wrap = {nn.TransformerEncoderLayer}
+    wrap: set[type[nn.Module]] = {nn.TransformerEncoderLayer}
     for name, (settings, of_trainer) in WAYS.items():
         gc.collect()
         own = lit(make=functools.partial(Tied, dropout=0.0))
