@@ -677,6 +677,7 @@ def test_a_fit_that_begins_with_validation_in_inference_mode_trains():
         trainer = make_trainer(pl, num_sanity_val_steps=1, **settings)
         trainer.fit(module, loader_of(batches(0)), loader_of(batches(0)))
     assert module.losses
+    assert trainer.fit_loop.epoch_loop.val_loop.inference_mode
     del module, trainer, settings
     gc.collect()
     assert not any(isinstance(each, _Table) for each in gc.get_objects())
