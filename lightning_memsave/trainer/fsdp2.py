@@ -156,8 +156,7 @@ class FSDP2StrategyMixin:
 
     def setup(self, trainer: Any) -> None:
         """Evaluate without inference mode: what is gathered in it first could not be trained."""
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._undo.callback(setattr, loop, "inference_mode", loop.inference_mode)
             loop.inference_mode = False
         super().setup(trainer)  # type: ignore[misc]

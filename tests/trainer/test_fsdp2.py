@@ -670,14 +670,15 @@ def test_a_large_table_needs_fewer_copies_than_sharded_by_hand(report):
         assert notes["by hand"] - notes["ours"] > 1.4 * table_bytes
 
 
-def test_a_fit_that_begins_with_validation_in_inference_mode_trains():
+def test_a_module_that_was_validated_in_inference_mode_trains():
     module = lit(make=LARGE["Tied"])
     module.log = lambda *args, **kwargs: None
     with first_of(2, "fsdp2", pl, {}) as settings:  # Lightning leaves it out with gloo
-        trainer = make_trainer(pl, num_sanity_val_steps=1, **settings)
+        trainer = make_trainer(pl, use_distributed_sampler=False, **settings)
+        trainer.validate(module, loader_of(batches(0)))
+        assert trainer.validate_loop.inference_mode
         trainer.fit(module, loader_of(batches(0)), loader_of(batches(0)))
     assert module.losses
-    assert trainer.fit_loop.epoch_loop.val_loop.inference_mode
     del module, trainer, settings
     gc.collect()
     assert not any(isinstance(each, _Table) for each in gc.get_objects())
