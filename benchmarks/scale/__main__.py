@@ -12,6 +12,7 @@ documentation writes it, and 32-bit AdamW. With `--plans`: what `memsave plan` s
 import argparse
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -47,10 +48,12 @@ class Way(NamedTuple):
     Args:
         strategy: As `predict_memory` calls it; empty for sharding by hand.
         settings: Of `MemSaveCallback`.
+        is_of_torchao: With the 8-bit AdamW of torchao.
     """
 
     strategy: str
     settings: dict[str, Any]
+    is_of_torchao: bool = False
 
     @property
     def base(self) -> str:
@@ -77,6 +80,12 @@ WAYS: dict[str, Way] = {
     FSDP2: Way("fsdp2", {}),
     **{f"FSDP2, {n}": Way("fsdp2", settings) for n, settings in (ON_FSDP2 | ON_BOTH).items()},
 }
+WITH_TORCHAO: dict[str, Way] = {
+    BY_HAND: Way("", {}),
+    '`optimizer="8bit"`': Way("fsdp2", {"optimizer": "8bit"}),
+    "`optimizer=LowBitOptimizer(force_8bit=('*',))`": Way("fsdp2", {"optimizer": ALL_8BIT}),
+    "`torchao.optim.AdamW8bit`": Way("fsdp2", {}, is_of_torchao=True),
+}
 STEPS = 8
 XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50_257, "n_positions": 1024}
 PLAN = ("plan", "config.json", "--batch", "4x1024", "--gpu", "RTX-4090", "--world-size", "2")
@@ -84,6 +93,8 @@ PLAN = ("plan", "config.json", "--batch", "4x1024", "--gpu", "RTX-4090", "--worl
 
 class Lit(pl.LightningModule):
     """A masked language model; notes when steps begin."""
+
+    is_of_torchao = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,6 +119,10 @@ class Lit(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW."""
+        if self.is_of_torchao:
+            optimizer = importlib.import_module("torchao.optim").AdamW8bit
+            made: torch.optim.Optimizer = optimizer(self.parameters(), lr=1e-4, weight_decay=0.01)
+            return made
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
@@ -152,6 +167,7 @@ def run(way: Way) -> dict[str, Any]:
     if not strategy:
         strategy = ModelParallelStrategy(data_parallel_size=number, tensor_parallel_size=1)
     module = Lit() if way.strategy else ByHand()
+    module.is_of_torchao = way.is_of_torchao
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=number,
@@ -177,11 +193,12 @@ def run(way: Way) -> dict[str, Any]:
     }
 
 
-def launch(number: int) -> dict[str, Any]:
+def launch(number: int, *more: str) -> dict[str, Any]:
     """Run all ways on so many processes.
 
     Args:
         number: Of processes.
+        *more: Arguments of the command line.
 
     Returns:
         What rank zero has measured, by way.
@@ -190,6 +207,7 @@ def launch(number: int) -> dict[str, Any]:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={number}", "-m", "benchmarks.scale", "--rank-of", str(path)]
+        command += more
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -259,20 +277,43 @@ def plans() -> str:
     return f"```\n$ memsave {' '.join(PLAN)}\n{table}\n```\n"
 
 
+def torchao_table(found: dict[str, Any]) -> str:
+    """Write the table of 8-bit state by bitsandbytes and by torchao.
+
+    Args:
+        found: By way.
+
+    Returns:
+        Markdown.
+    """
+    base, rows = found[BY_HAND], []
+    for name, one in found.items():
+        state = format_bytes(one["by_category"]["optimizer_state"])
+        peak, ratio = format_bytes(one["peak_bytes"]), one["step_s"] / base["step_s"]
+        rows.append([name, peak, state, f"{ratio:.2f}", f"{one['losses'][-1]:.5f}"])
+    return markdown_table(["2 processes", "peak", "state in it", "time", "last loss"], rows)
+
+
 def main() -> None:
     """Measure, and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--torchao", action="store_true", help="compare with torchao, if there")
     parser.add_argument("--plans", action="store_true", help="plan for two GPUs instead")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     typed = parser.parse_args()
+    ways = WITH_TORCHAO if typed.torchao else WAYS
     if typed.rank_of is not None:
-        found = {name: run(way) for name, way in WAYS.items()}
+        found = {name: run(way) for name, way in ways.items()}
         if os.environ["RANK"] == "0":
             typed.rank_of.write_text(json.dumps(found))
         return
     if typed.plans:
         write_results("scale_plans", {}, plans(), folder=typed.results)
+        return
+    if typed.torchao:
+        found = launch(2, "--torchao")
+        write_results("scale_torchao", found, torchao_table(found), folder=typed.results)
         return
     results = {str(number): launch(number) for number in PROCESSES}
     for number, found in results.items():
