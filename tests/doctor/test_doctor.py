@@ -86,6 +86,7 @@ def test_models_of_the_contract_have_no_problem(preset: str) -> None:
     [
         (f"{EXAMPLES}/_sorting.py:Sorter", None),
         (f"{EXAMPLES}/demo.py:PassageClassifier", None),
+        (f"{EXAMPLES}/tensor_parallel.py:Lit", None),
         (f"{EXAMPLES}/cli/train.py:ByteModel", None),
         (f"{EXAMPLES}/cli/config.yaml", f"{EXAMPLES}/cli/train.py:ByteModel"),
     ],
@@ -118,7 +119,7 @@ def test_all_classes_of_the_examples_are_tested() -> None:
         if isinstance(node, ast.ClassDef)
         if any(ast.unparse(base).endswith(bases) for base in node.bases)
     }
-    assert classes == {"Sorter", "PassageClassifier", "ByteModel", "LanguageModel"}
+    assert classes == {"Sorter", "PassageClassifier", "ByteModel", "LanguageModel", "Lit"}
 
 
 def test_embeddings_that_the_user_keeps_in_32_bits() -> None:
