@@ -264,7 +264,7 @@ class TestJson:
         keys = list(printed)
         of_a_gpu = keys[keys.index("unchanged_bytes") : keys.index("smallest") + 1]
         [gpu] = printed["gpus"]
-        assert list(gpu) == ["name", "total_bytes", *of_a_gpu]
+        assert list(gpu) == ["name", "total_bytes", "strategy", "world_size", *of_a_gpu]
         assert all(plan.keys() == printed["plan"].keys() for plan in printed["frontier"])
         top = {**printed, **dict.fromkeys(self.LIKE_OTHERS)}
         assert self.found(top) == self.documented("memsave plan --json")

@@ -227,7 +227,7 @@ class MemSaveCallback(CallbackBase):
         self._outside = sys.exception()
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
-        self._ranks = watch_ranks(trainer) if is_fit else None
+        self._ranks = watch_ranks(trainer) if is_fit and trainer.world_size > 1 else None
         self.plan = None if is_fit else self.plan
         is_planned = is_fit and self.arguments["budget"] is not None
         found = host_form(self.arguments, trainer, pl_module) if is_fit and not is_planned else None

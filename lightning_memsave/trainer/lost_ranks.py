@@ -150,8 +150,8 @@ def _sentence(lost: str) -> str:
 
 
 def watch_ranks(trainer: Any) -> RankWatch | None:
-    """Watch the processes of a fit, which must all call this; ``None`` where there is one."""
-    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+    """Watch the processes of a fit, which must all call this; ``None`` where that cannot be."""
+    if not (dist.is_available() and dist.is_initialized()):
         return None
     watch, where = RankWatch(trainer), None
     with attempted(trainer, "Other processes are not told when one has ended"):
