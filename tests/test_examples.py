@@ -290,6 +290,20 @@ def test_splits_layers_in_two_processes(tmp_path, monkeypatch):
     assert "the checkpoint loads in one process" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_processes_share_the_host(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = _run("two_gpus_of_a_desktop.py", "--small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
+
+    assert "2 processes share weights and optimizer state" in printed
+    assert "4 steps in 2 processes" in printed
+    assert "largest difference to DDP without offloading: 0.0" in printed
+    assert "the checkpoint has the state of 52" in printed
+
+
 RUN_NOTEBOOK = """
 import json, sys
 names = {"__name__": "__main__"}

@@ -84,9 +84,12 @@ class HostMemory:
             stacklevel=4,
         )
 
+    def _allocate(self, num_bytes: int) -> Any:
+        return _pages(num_bytes)
+
     def _carve(self, forms: Sequence[Tensor]) -> list[Tensor]:
         offsets, end = _places(forms)
-        memory = _pages(end)
+        memory = self._allocate(end)
         self._pieces = [each for each in self._pieces if each() is not None]
         self._pieces.append(weakref.ref(memory))
         num_bytes = sum(each().nbytes for each in self._pieces)

@@ -330,6 +330,15 @@ def updates_each_alone(optimizer: Optimizer) -> bool:
     )
 
 
+def allocates_all_state(optimizer: Optimizer) -> bool:
+    """Return whether `allocate_state` makes all state of an optimizer, which updates change."""
+    if type(optimizer) is torch.optim.SGD:
+        groups = optimizer.param_groups
+        return all(g["momentum"] == 0 or g["dampening"] == 0 for g in groups)
+    is_known = is_low_bit(optimizer) or type(optimizer).__module__.startswith("torch.optim.")
+    return is_known and updates_each_alone(optimizer)
+
+
 def allocate_state(optimizer: Optimizer) -> None:
     """Allocate the state of every parameter that has a gradient and no state yet; bring what waits.
 

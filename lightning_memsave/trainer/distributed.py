@@ -1,14 +1,16 @@
 """Synchronize gradients, buffers and values over processes, bypassing DDP where needed."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_memsave.core.patching import own, patch_method, previous_method, set_own
 from lightning_memsave.trainer.trainer import is_strategy
 
 _BUCKET_BYTES = 25 * 2**20
@@ -43,6 +45,88 @@ def has_custom_gradient_sync(trainer: Any) -> str:
     return "" if own is None else f"`{name}({own}=...)` synchronizes gradients in its own way"
 
 
+class SharedModel(nn.Module):
+    """Takes the place of DDP around a module whose gradients something else averages."""
+
+    def __init__(self, module: nn.Module, average: WeakMethod[Any], *, broadcasts: bool) -> None:
+        super().__init__()
+        self.module, self._average = module, average
+        self.averages_now = True
+        self._broadcasts = self._is_due = broadcasts
+        self.broadcast_buffers()
+
+    def average(self) -> None:
+        """Average the gradients of all processes."""
+        average = self._average()
+        assert average is not None, "the module is in a fit"
+        average()
+
+    def broadcast_buffers(self) -> None:
+        """Broadcast the buffers of the first process, where DDP would in the next forward pass."""
+        for buffer in self.module.buffers() if self._is_due else ():
+            dist.broadcast(buffer, 0)
+        self._is_due = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.broadcast_buffers()
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and self.averages_now:
+            self.expect_buffers()
+        return output
+
+    def expect_buffers(self) -> None:
+        """Broadcast buffers again in the next forward pass."""
+        self._is_due = self._broadcasts
+
+
+_AVERAGE = "_memsave_average"
+
+
+def share_model(
+    trainer: Any, pl_module: Any, average: Callable[[], None]
+) -> list[Callable[[], None]]:
+    """Let a method average gradients at the end of backward, in the place of DDP."""
+    strategy = trainer.strategy
+    return [
+        set_own(strategy, _AVERAGE, WeakMethod(average)),
+        patch_method(strategy, configure_ddp),
+        patch_method(strategy, block_backward_sync),
+        patch_method(pl_module, backward),
+    ]
+
+
+def configure_ddp(self: Any) -> None:
+    """Wrap the module as DDP would."""
+    settings = vars(self).get("_ddp_kwargs", {})
+    names = ("forward_sync_buffers", "broadcast_buffers")
+    given = [settings[name] for name in names if settings.get(name) is not None]
+    self.model = SharedModel(self.model, own(self, _AVERAGE), broadcasts=all(given[:1]))
+
+
+def block_backward_sync(self: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which gradients are summed, but not averaged."""
+    if not isinstance(self.model, SharedModel):
+        return previous_method(self, "block_backward_sync")()  # type: ignore[no-any-return]
+    return _blocked(self.model)
+
+
+@contextlib.contextmanager
+def _blocked(model: SharedModel) -> Iterator[None]:
+    before, model.averages_now = model.averages_now, False
+    try:
+        yield
+    finally:
+        model.averages_now = before
+
+
+def backward(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Average gradients after the backward pass, before hooks see them."""
+    previous_method(self, "backward")(loss, *args, **kwargs)
+    model = self.trainer.strategy.model
+    if isinstance(model, SharedModel) and model.averages_now:
+        model.average()
+
+
 def has_static_graph(trainer: Any) -> bool:
     return bool(vars(trainer.strategy).get("_ddp_kwargs", {}).get("static_graph"))
 
@@ -50,6 +134,8 @@ def has_static_graph(trainer: Any) -> bool:
 def copies_gradients(trainer: Any) -> bool:
     """Return whether DDP keeps, or will keep, a copy of all gradients in buckets of its own."""
     ddp = trainer.strategy.model
+    if isinstance(ddp, SharedModel):
+        return False
     if isinstance(ddp, DistributedDataParallel):
         return not ddp.gradient_as_bucket_view
     settings = vars(trainer.strategy).get("_ddp_kwargs")  # only `DDPStrategy` has them
@@ -106,12 +192,18 @@ def broadcast_buffers(trainer: Any) -> None:
     if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():
         ddp._sync_buffers()
         ddp.require_forward_param_sync = False  # until gradients have been averaged
+    elif isinstance(ddp, SharedModel):
+        ddp.broadcast_buffers()
 
 
 @torch.no_grad()
 def average_gradients(trainer: Any, module: nn.Module) -> None:
     """Average gradients over all processes, in place, as DDP does in backward."""
     ddp = trainer.strategy.model
+    if isinstance(ddp, SharedModel):
+        ddp.average()
+        ddp.expect_buffers()
+        return
     trained = _shared_parameters(ddp, module)
     kinds = torch.tensor([_kind(p.grad) for p in trained], device=trainer.strategy.root_device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX)

@@ -457,7 +457,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("strategy", "advice"),
         [
-            ("DDPStrategy", "or train in one process"),
             ("FSDPStrategy", "strategy's own offloading"),
             ("ModelParallelStrategy", "`FSDP2Strategy(offload_policy=CPUOffloadPolicy())`"),
             ("DeepSpeedStrategy", "strategy's own offloading"),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
-from lightning_memsave.core.memory import is_host
+from lightning_memsave.core.memory import is_fake, is_host
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
@@ -21,8 +21,14 @@ from lightning_memsave.techniques.offloading.technique import (
     OffloadingHandle,
     trains_offloaded,
 )
+from lightning_memsave.trainer.distributed import has_custom_gradient_sync, share_model
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
-from lightning_memsave.trainer.trainer import averages_weights
+from lightning_memsave.trainer.trainer import (
+    averages_weights,
+    builds_model_late,
+    is_strategy,
+    unfreezes_later,
+)
 
 # They run between a step and the next forward pass, where they may read or change weights.
 _BETWEEN_STEPS = (
@@ -72,6 +78,42 @@ class OffloadSetting(ModuleSetting):
             )
             fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
             yield why, fix
+        if self._is_shared(trainer):
+            yield from self._problems_of_sharing(trainer, pl_module)
+
+    def _problems_of_sharing(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
+        fix = f'Use `{self.name}="activations"`, or train in one process.'
+        if trainer.num_nodes > 1:
+            yield "processes of several machines have no memory in common", fix
+        if why := has_custom_gradient_sync(trainer):
+            yield f"{why}, and gradients that wait on the host are averaged there", fix
+        if any(map(averages_weights, trainer.callbacks)):
+            why = "a callback that averages weights writes them in each process, and they are one"
+            yield why, fix
+        if unfreezes_later(trainer):
+            yield "processes share out what is trained at the start, and more is later", fix
+        if builds_model_late(pl_module):
+            fix = "Make its layers in `__init__`."
+            yield "`configure_model` makes layers when the processes share them already", fix
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Change the module; under DDP weights and state are those of all processes."""
+        # Predictions are of one process.
+        is_here = not any(map(is_fake, pl_module.parameters()))
+        if not (is_here and self._is_shared(trainer)):
+            super().apply(trainer, pl_module)
+            return
+        from lightning_memsave.techniques.offloading.processes import Processes
+
+        processes = Processes()
+        self._undo.append(processes.close)
+        self.use(dataclasses.replace(self.technique, processes=processes), pl_module)
+        if self._handle is not None and self._handle.residence is not None:
+            average = self._handle.residence.average_gradients
+            self._undo += share_model(trainer, pl_module, average)
+
+    def _is_shared(self, trainer: Any) -> bool:
+        return self.technique.has_weights and is_strategy(trainer, "DDPStrategy")
 
     def use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         """Apply it, without embeddings where they stand in the way and were not asked for."""

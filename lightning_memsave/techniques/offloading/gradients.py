@@ -56,6 +56,10 @@ class Gradients:
         """Return whether a gradient is added to one that has come, or is from before."""
         return self._positions[id(param)] in self._came
 
+    def use(self, param: Tensor, memory: Tensor) -> None:
+        """Let the gradient of a parameter come to this memory."""
+        self._on_host[self._positions[id(param)]] = memory
+
     def watch(self) -> None:
         """Put gradients from before aside when autograd is about to add others to them."""
         if self._nodes:

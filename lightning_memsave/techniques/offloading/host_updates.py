@@ -88,6 +88,8 @@ class HostUpdates(StepOwner):
         def update_when_landed() -> None:
             landing()
             update()
+            if self.residence.processes is not None:
+                self.residence.processes.end_update(part)
 
         future = self.residence.worker.submit(update_when_landed)
         part.begin_update(future)
@@ -108,10 +110,33 @@ class HostUpdates(StepOwner):
             if param.grad is not None and part is not None:
                 gradients[part][param] = param.grad
         self._mark_state()  # of what micro-batches have allocated
+        if self.residence.processes is not None:
+            return self._update_share(optimizer, gradients)
         for part in self.residence.all_parts:
             if part in gradients:
                 self.submit(part, gradients[part])
         return {id(param) for found in gradients.values() for param in found}
+
+    def _update_share(
+        self, optimizer: Optimizer, gradients: Mapping[Part, Mapping[nn.Parameter, Tensor]]
+    ) -> set[int]:
+        processes = self.residence.processes
+        for part, found in gradients.items():
+            self._allocate(optimizer, part, found)
+        params = [param for found in gradients.values() for param in found]
+        processes.share_state(optimizer, params)
+        for part in self.residence.parts:
+            if part not in gradients:
+                continue
+            found = gradients[part]
+            processes.begin_update(part)
+            own = {param: grad for param, grad in found.items() if processes.owns(param)}
+            self.submit(part, own)
+            for param in found.keys() - own.keys():
+                step = optimizer.state[param].get("step")
+                if isinstance(step, int):  # not a tensor, which would be shared
+                    optimizer.state[param]["step"] = step + 1
+        return {id(param) for param in params}
 
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:

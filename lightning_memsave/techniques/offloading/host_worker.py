@@ -21,6 +21,8 @@ class HostWorker:
         self.device: torch.device | None = None
         """The current CUDA device of the thread; ``None`` to leave it."""
         self._in_background = in_background
+        self.num_processes = 1
+        """Of how many processes of the machine each has such a worker."""
         self._num_threads = num_threads
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -57,7 +59,7 @@ class HostWorker:
         if self._num_threads is None and torch.get_num_threads() == 1:
             has_affinity = hasattr(os, "sched_getaffinity")
             num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-            self._num_threads = max(1, num_cores - 1)
+            self._num_threads = max(1, (num_cores - 1) // self.num_processes)
 
     def _run(self, work: Callable[[], None]) -> None:
         if self._in_background:

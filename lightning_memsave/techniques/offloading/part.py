@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,15 +87,21 @@ class Part:
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], memory: HostMemory, *, is_streamed: bool = False
+        self,
+        params: Sequence[nn.Parameter],
+        memory: HostMemory,
+        *,
+        is_streamed: bool = False,
+        processes: Any = None,
     ) -> None:
         self.params = tuple(params)
         self.is_streamed = is_streamed
         self.num_uses = 0
         """How often its block was called since the last backward pass."""
-        self._memory = memory
+        self._memory, self._processes = memory, processes
         self._positions = {id(param): index for index, param in enumerate(self.params)}
-        self._weights = memory.tensors_like(self.params)
+        of_weights = memory if processes is None else processes.memory
+        self._weights: list[Tensor] = of_weights.tensors_like(self.params)
         self._forms = [torch.empty_like(weight, device="meta") for weight in self._weights]
         self.gradients = Gradients(self.params, memory, self._forms, leave_together=is_streamed)
         self._dtypes = [param.dtype for param in self.params]
@@ -112,7 +119,7 @@ class Part:
         self._entered: list[int] = []  # versions of the parameters when they came
         self._written: set[int] = set()  # positions of those that forward writes unseen
         self._updates: list[Future[None]] = []
-        self._adopt()
+        self._adopt(writes=processes is None or processes.is_first)
 
     def __contains__(self, param: Tensor) -> bool:
         return id(param) in self._positions
@@ -129,7 +136,8 @@ class Part:
         # In a prediction for CUDA until somebody waits: an update takes longer than launches do.
         if self._updates and is_fake(self.params[0]) and on_cuda(self.params[0]):
             return True
-        return not all(update.done() for update in self._updates)
+        are_done = self._processes is None or self._processes.are_done(self)
+        return not (are_done and all(update.done() for update in self._updates))
 
     @property
     def has_copies(self) -> bool:
@@ -201,6 +209,8 @@ class Part:
     def wait(self) -> None:
         """Wait for the updates in the background, and raise what the first one has raised."""
         wait_for(self._updates)
+        if self._processes is not None:
+            self._processes.wait(self)
 
     @contextlib.contextmanager
     def on_host(self, params: Iterable[nn.Parameter], *, needs_type: bool) -> Iterator[None]:
@@ -294,6 +304,10 @@ class Part:
         found = [(i, self.params[i].data, self._to_send[i]) for i in self._find_written()]
         if not found:
             return
+        if self._processes is not None:
+            what, why = "forward changes its own weights", "all processes share them"
+            fix = 'Set `offload="activations"` or `None`.'
+            raise IncompatibleError("offloading", [Problem(what, why, fix)])
         self.join()
         with host_copies():
             for index, data, sent in found:
@@ -426,12 +440,13 @@ class Part:
                 param.grad = grad.to(device, copy=True)
 
     # Somebody may have given a parameter other data, as `Module.to` does.
-    def _adopt(self) -> None:
+    def _adopt(self, *, writes: bool = True) -> None:
         if not all(map(shares_memory, self.params, self._weights)):
             self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
             if not shares_memory(param, weight):
-                weight.copy_(param.data)
+                if writes:
+                    weight.copy_(param.data)
                 param.data = weight
 
     def _versions(self) -> _Versions:

@@ -19,7 +19,7 @@ from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
 from lightning_memsave.techniques.flat_memory import is_in_piece
 from lightning_memsave.techniques.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.copies import copies_for
+from lightning_memsave.techniques.offloading.copies import Copies, copies_for
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.optimizer_step import around_all_steps
@@ -42,8 +42,11 @@ class Residence:
         *,
         tables: Sequence[nn.Parameter] = (),
         num_on_device: int | None = None,
+        processes: Any = None,
     ) -> None:
         self.worker = worker
+        self.processes = processes
+        """The `Processes` that share the weights; ``None`` where there is one."""
         self.is_watched = False
         """Whether code between two steps may read or change weights, in ways that torch does not
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
@@ -53,15 +56,16 @@ class Residence:
         self.memory = memory
         some = [*params, *tables][0]
         self.device = some.device
-        self.copies = copies_for(some, worker, self.memory)
+        self.copies = self._copies_for(some)
         owners = owners_of(params, model, blocks)
-        self.rest = Part([p for p in params if owners[p] is None], self.memory)
+        make = functools.partial(Part, memory=self.memory, processes=processes)
+        self.rest = make([p for p in params if owners[p] is None])
         is_streamed = num_on_device is not None
         self._num_ahead = 1 if num_on_device is None else num_on_device - 1
         self.parts = [self.rest]
         for block in blocks:
             inside = [param for param in params if owners[param] is block]
-            self.parts.append(Part(inside, self.memory, is_streamed=is_streamed))
+            self.parts.append(make(inside, is_streamed=is_streamed))
         """In the order in which a step needs them."""
         self.tables = [self._part_of_table(table) for table in tables]
         """Of embeddings, which stay on the host."""
@@ -78,6 +82,14 @@ class Residence:
         self._is_released = False
         self._task = _NO_TASK
         self._model = weakref.ref(model)
+        if processes is not None:
+            worker.num_processes = processes.size
+            processes.start(self.parts)
+
+    def _copies_for(self, tensor: Tensor) -> Copies:
+        if self.processes is not None and tensor.is_cuda:
+            self.processes.memory.lock(tensor.device)
+        return copies_for(tensor, self.worker, self.memory)
 
     # Autograd adds to the gradient from before, where it is.
     def _part_of_table(self, table: nn.Parameter) -> Part:
@@ -164,6 +176,18 @@ class Residence:
         self.finish()
         for part in self.all_parts:
             part.join()
+
+    def average_gradients(self) -> None:
+        """Average gradients over all processes, which must all call this."""
+        self.finish()
+        params = [param for part in self.parts for param in part.params]
+        late = [p for p in params if p.grad is not None and not self.processes.is_known(p)]
+        if late:
+            why = "it was frozen when the processes shared out their work"
+            fix = "Let it be trained from the start, or train in one process."
+            problem = Problem(f"{self.names_of(late)} has a gradient", why, fix)
+            raise IncompatibleError("offloading", [problem])
+        self.processes.average()
 
     def _note_change(self) -> None:
         for part in self.all_parts:
@@ -400,7 +424,7 @@ class Residence:
             raise IncompatibleError("offloading", [Problem(what, why, fix)])
         if after.device != self.device:
             self.device = after.device
-            self.copies = copies_for(after, self.worker, self.memory)
+            self.copies = self._copies_for(after)
 
 
 def _values_of(gradient: Tensor) -> list[Tensor]:

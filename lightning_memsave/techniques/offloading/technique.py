@@ -1,9 +1,10 @@
 """Offloading to the memory of the host."""
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -36,7 +37,7 @@ from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.module_hooks import move_with, tell_device
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
-from lightning_memsave.techniques.optimizer_step import in_backward_of
+from lightning_memsave.techniques.optimizer_step import allocates_all_state, in_backward_of
 from lightning_memsave.techniques.residences import residence_among, residence_of
 from lightning_memsave.units import format_bytes
 
@@ -95,6 +96,8 @@ class Offloading(Technique[nn.Module]):
             its gradient and AdamW's state, where ``host_budget`` is checked.
         bytes_per_gradient: The same of a gradient that waits for its update in backward, as two
             blocks of them do; 0 where they wait for the step.
+        processes: The processes of this machine that share weights and optimizer state, as
+            `MemSaveCallback` has them under DDP; ``None`` for one process.
 
     Raises:
         ConfigurationError: If arguments are invalid; the message lists all of them.
@@ -145,6 +148,7 @@ class Offloading(Technique[nn.Module]):
     num_threads: int | None = None
     bytes_per_parameter: int = 16
     bytes_per_gradient: int = 0
+    processes: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = []
@@ -190,6 +194,8 @@ class Offloading(Technique[nn.Module]):
         # What blocks save for backward is the process's own.
         if not self.has_weights and facts.is_strategy("DDPStrategy", "ModelParallelStrategy"):
             return problems
+        if facts.is_strategy("DDPStrategy"):  # processes share the host's memory
+            return [*problems, *self._problems_of_sharing(written)]
         fix = f'Use `{self.argument}="activations"`, or train in one process without a strategy.'
         if facts.is_strategy(*SHARDED):
             own = "the strategy's own offloading"
@@ -199,6 +205,19 @@ class Offloading(Technique[nn.Module]):
             fix = f"Use {own}, and set `{self.argument}=None`."
         why = f"`{facts.strategy}` moves weights and gradients itself"
         return [*problems, Problem(written, why, fix)]
+
+    def _problems_of_sharing(self, written: str) -> list[Problem]:
+        problems = []
+        if "embeddings" in self._kinds:
+            kinds = "+".join(kind for kind in KINDS if kind in self._kinds - {"embeddings"})
+            why = "processes of DDP cannot share tables whose rows wait on the host"
+            fix = f'Use `{self.argument}="{kinds or "parameters"}"`.'
+            problems.append(Problem(written, why, fix))
+        if not hasattr(os, "memfd_create"):
+            why = "processes of DDP share weights in memory that only Linux has"
+            fix = f'Use `{self.argument}="activations"`, or train in one process.'
+            problems.append(Problem(written, why, fix))
+        return problems
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing."""
@@ -245,20 +264,26 @@ class Offloading(Technique[nn.Module]):
         skipped: list[str] = []
         undo: list[Callable[[], None]] = [worker.close]
         tables = self._tables(target)
-        if problems := [p for weight in tables for p in table_problems(target, weight)]:
-            raise IncompatibleError(self.name, problems)
+        params, left = self._chosen(target, blocks, tables)
+        self._refuse(target, params, tables)
         if tables:
             num_bytes = self._bytes_of(tables)
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
         elif "embeddings" in self._kinds:
             skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
-        params, left = self._chosen(target, blocks, tables)
         is_streamed = "parameters" in self._kinds
         if params or tables:
-            number = self.num_blocks_on_device if is_streamed else None
+            num_on_device = self.num_blocks_on_device if is_streamed else None
             own_blocks = blocks if params else []
             residence = Residence(
-                target, own_blocks, params, worker, memory, tables=tables, num_on_device=number
+                target,
+                own_blocks,
+                params,
+                worker,
+                memory,
+                tables=tables,
+                num_on_device=num_on_device,
+                processes=self.processes,
             )
             undo += [
                 let_scales_land(),
@@ -268,15 +293,7 @@ class Offloading(Technique[nn.Module]):
                 *move_with(target, residence),
                 *look_up_on_host(target, residence),
             ]
-        if params:
-            frozen = [param for param in params if not param.requires_grad]
-            changes.append(
-                f"{len(params) - len(frozen)} weights, their gradients and optimizer state"
-                + (f", and {len(frozen)} frozen weights" if frozen else "")
-                + f" on the host: {format_bytes(self._bytes_of(params))}"
-            )
-            if is_streamed:
-                changes.append(f"weights of {len(blocks)} blocks on the device when they compute")
+            changes += self._changes_of(params, len(blocks))
         if self._kinds & _OF_WEIGHTS and (left or not params):
             skipped.append(f"weights on the device: {left or 'none is trained'}")
         if "activations" in self._kinds and blocks:
@@ -289,6 +306,30 @@ class Offloading(Technique[nn.Module]):
         handle = OffloadingHandle(target, changes, skipped, undo)
         handle.residence, handle.memory = residence, memory
         return handle
+
+    def _refuse(
+        self, model: nn.Module, params: Sequence[nn.Parameter], tables: Sequence[nn.Parameter]
+    ) -> None:
+        problems = [p for weight in tables for p in table_problems(model, weight)]
+        if self.processes is not None:
+            problems += _problems_of_trained(model, params)
+        if problems:
+            raise IncompatibleError(self.name, problems)
+
+    def _changes_of(self, params: Sequence[nn.Parameter], num_blocks: int) -> list[str]:
+        if not params:
+            return []
+        frozen = [param for param in params if not param.requires_grad]
+        changes = [
+            f"{len(params) - len(frozen)} weights, their gradients and optimizer state"
+            + (f", and {len(frozen)} frozen weights" if frozen else "")
+            + f" on the host: {format_bytes(self._bytes_of(params))}"
+        ]
+        if "parameters" in self._kinds:
+            changes.append(f"weights of {num_blocks} blocks on the device when they compute")
+        if self.processes is not None:
+            changes.append(f"{self.processes.size} processes share weights and optimizer state")
+        return changes
 
     def _chosen(
         self, model: nn.Module, blocks: Sequence[Block], tables: Sequence[nn.Parameter]
@@ -353,6 +394,11 @@ class Offloading(Technique[nn.Module]):
             why = "it couples parameters on the host with others on the device"
             fix = f"Use an optimizer such as AdamW, or set `{self.argument}=None`."
             problems.append(Problem(what, why, fix))
+        if getattr(residence, "processes", None) and not allocates_all_state(optimizer):
+            why = "processes of DDP can share the work of an optimizer only if it is known to "
+            why += "update each parameter alone, in state that is there before the first update"
+            fix = "Use an optimizer of torch such as AdamW, or set "
+            problems.append(Problem(what, why, f'{fix}`{self.argument}="activations"`.'))
         if problems:
             raise IncompatibleError(self.name, problems)
         assert residence is not None, "otherwise there is a problem"
@@ -361,7 +407,9 @@ class Offloading(Technique[nn.Module]):
 
     def _bytes_of(self, params: Sequence[nn.Parameter]) -> int:
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in params]
-        share = self.bytes_per_parameter / torch.float32.itemsize
+        num_others = 0 if self.processes is None else self.processes.size - 1
+        # Each process has gradients of its own.
+        share = self.bytes_per_parameter / torch.float32.itemsize + num_others
         return int(sum(size * share if is_trained else size for size, is_trained in sizes))
 
 
@@ -375,6 +423,21 @@ def _couples(optimizer: Optimizer, residence: Residence) -> bool:
     is_mixed = any(residence.part_of(param) is None for param in params)
     is_on_gpu = any(map(on_cuda, params)) or residence.device.type == "cuda"
     return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu
+
+
+# What stays on the device would need DDP beside this.
+def _problems_of_trained(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Problem]:
+    chosen = {id(param) for param in params}
+    left = [
+        f"`{name}`"
+        for name, param in model.named_parameters()
+        if param.requires_grad and id(param) not in chosen
+    ]
+    if not left:
+        return []
+    why = "it is trained and cannot be offloaded, and processes of DDP share all or nothing"
+    fix = 'Use dense gradients and ordinary parameters, or `offload="activations"`.'
+    return [Problem(", ".join(left), why, fix)]
 
 
 def _is_valid(what: object) -> bool:
