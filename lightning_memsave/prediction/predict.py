@@ -55,7 +55,9 @@ from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
 from lightning_memsave.techniques.micro_batching.technique import size_of_batches
 from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_kinds import MIN_PAGED_NUMEL, PAGED_STATES
+from lightning_memsave.techniques.registry import with_preset
 from lightning_memsave.trainer.distributed import gradient_bytes
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
@@ -269,11 +271,12 @@ class _Predictor:
         paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
         with paged.looking():
             recording = simulate_steps(self.pl_module, batch, [callback], settings)
-        copied = gradient_bytes(inner_of(self.pl_module)) if fit.has_buckets else {}
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
-        recording.work = recording.work.with_all_reduce(copied, fit.num_processes)
         rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
+        has_buckets = fit.has_buckets and not _has_weights_on_host(rows, arguments)
+        copied = gradient_bytes(inner_of(self.pl_module)) if has_buckets else {}
+        recording.work = recording.work.with_all_reduce(copied, fit.num_processes)
         return summarise(
             recording,
             device=step.device,
@@ -312,6 +315,12 @@ class _Predictor:
         constants = constant_assumptions(*given)
         operators = {event.op for event in recording.events}
         return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
+
+
+# Gradients are averaged there, without DDP's buckets.
+def _has_weights_on_host(rows: Sequence[Row], arguments: Mapping[str, Any]) -> bool:
+    is_on = any(row.name == "offload" and row.status == "on" for row in rows)
+    return is_on and Offloading.from_value(with_preset(arguments)["offload"]).has_weights
 
 
 def _forms(rows: Sequence[Row]) -> list[str]:
