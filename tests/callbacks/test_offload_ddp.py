@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback, Offloading
+from lightning_memsave.techniques.offloading import host_updates, processes
 from lightning_memsave.techniques.offloading.processes import is_shared
 from tests.callbacks.lit import callback_with, late, rows_of, scaling
 from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process
@@ -118,6 +120,15 @@ def scaled_gradients(self: Any) -> None:
             param.grad.mul_(0.5)
 
 
+def loads(self: Any) -> None:
+    """Look at weights between steps, and load some."""
+    self.losses.append(sum(param.double().sum().item() for param in self.parameters()))
+    state = {key: 0.5 * value for key, value in self.model.state_dict().items()}
+    torch.distributed.barrier()  # state of another process is the same memory
+    if self.global_step == 2:
+        self.model.load_state_dict(state)
+
+
 def unused() -> DDPStrategy:
     return DDPStrategy(find_unused_parameters=True)
 
@@ -182,6 +193,11 @@ CASES: dict[str, Case] = {
         {"precision": "bf16-mixed", "limit_val_batches": 0},
     ),
     "scaled": (lambda: lit().double(), {"offload": "parameters"}, {"plugins": scaling}),
+    "watched": (
+        functools.partial(lit, on_train_batch_end=lambda self, *args: loads(self)),
+        {"offload": "parameters"},
+        AT_ONCE,
+    ),
     "micro-batches": (lit, {"offload": "parameters", **PARTS}, AT_ONCE),
     "halve": (lit, {"offload": "parameters", "micro_batch_size": "halve"}, AT_ONCE),
 }
@@ -327,6 +343,15 @@ class Writes(Tied):
         return super().forward(tokens)
 
 
+class Decay(pl.Callback):
+    """Changes weights between steps, which all processes would do to the same ones."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for param in pl_module.parameters():
+            param.data.mul_(0.99)
+
+
 def lbfgs(self: Any) -> Any:
     return torch.optim.LBFGS(self.parameters(), max_iter=1)
 
@@ -351,6 +376,7 @@ REFUSED: dict[str, Refused] = {
     "coupled": (lambda: lit(configure_optimizers=lbfgs), (), {}, {}, "such as AdamW"),
     "late state": (lambda: lit(configure_optimizers=damped), (), {}, {}, "such as AdamW"),
     "averaged": (lit, (WeightAveraging(),), {}, {}, "averages weights"),
+    "changed": (lit, (Decay(),), {}, {}, "was changed between two steps"),
     "unfrozen": (lit, (Unfreezes(),), {}, {}, "more is later"),
     "compressed": (lit, (), {}, {"strategy": compressed}, "ddp_comm_hook"),
     "late layers": (lambda: late(lit()), (), {}, {}, "Make its layers in `__init__`"),
@@ -370,8 +396,31 @@ def refused() -> Notes:
     return notes
 
 
+def late_processes() -> Notes:
+    """One process averages late and the other one updates late."""
+    is_second, average, step = (
+        rank_of_this_process() == 1,
+        processes._average,
+        host_updates.plain_step,
+    )
+
+    def average_late(*args: Any) -> None:
+        time.sleep(0.002 * (not is_second))
+        average(*args)
+
+    def step_late(*args: Any) -> None:
+        time.sleep(0.02 * is_second)
+        step(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "_average", average_late)
+        patch.setattr(host_updates, "plain_step", step_late)
+        return run("at once")
+
+
 SCENARIOS: dict[str, Callable[[], Notes]] = {
     **{name: functools.partial(run, name) for name in CASES},
+    "late": late_processes,
     "checkpoints": checkpoints,
     "8-bit checkpoints": functools.partial(checkpoints, "8bit"),
     "in the middle": in_the_middle,
@@ -383,7 +432,7 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
 # --- what pytest compares ---
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "late"])
 def test_training_is_that_of_ddp(report, name):
     first, second = report(name)
     for notes in (first, second):

@@ -68,6 +68,8 @@ class HostUpdates(StepOwner):
                 updated = self._update(optimizer)
         if self.residence.is_watched:
             self.residence.wait()
+            if self.residence.processes is not None:
+                self.residence.processes.remember_weights()
         return updated
 
     def before_zeros(self, optimizer: Optimizer) -> None:

@@ -24,7 +24,7 @@ def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]
     for module in model.modules():
         undo += [
             module.register_state_dict_pre_hook(_wait).remove,
-            module.register_load_state_dict_pre_hook(_wait).remove,
+            module.register_load_state_dict_pre_hook(_before_load).remove,
         ]
         if residence.is_block(module):
             hooks: tuple[Any, Any] = (_before_block, _after_block)
@@ -44,6 +44,14 @@ def _wait(module: nn.Module, *_: object) -> None:
     residence = residence_of(module)
     if residence is not None:
         residence.wait()
+
+
+def _before_load(module: nn.Module, *_: object) -> None:
+    residence = residence_of(module)
+    if residence is not None:
+        residence.wait()
+        if residence.processes is not None:
+            residence.processes.forget_weights()
 
 
 def _before_block(module: nn.Module, _: object) -> None:

@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ class Processes:
         self._gradients: dict[nn.Parameter, tuple[Tensor, ...]] = {}
         """Of each process."""
         self._indices: dict[Part, int] = {}
+        self._sums: list[int] | None = None
         self._num_begun: Any = None
         self._num_done: Any = None
         # The system gives the lock of a process back when it ends.
@@ -182,6 +183,26 @@ class Processes:
             state[key] = into
         dist.barrier(self._group)
 
+    def remember_weights(self) -> None:
+        """Note what this process has updated, where hooks between steps might change it."""
+        self._sums = [_sum_of(part.weight_of(param)) for part, param in self._own_share()]
+
+    def forget_weights(self) -> None:
+        """Let weights change that `remember_weights` has noted."""
+        self._sums = None
+
+    def find_changed(self) -> list[nn.Parameter]:
+        """Return the parameters that have changed since `remember_weights`."""
+        sums, self._sums = self._sums, None
+        pairs = zip(self._own_share(), sums or (), strict=False)
+        return [param for (part, param), total in pairs if _sum_of(part.weight_of(param)) != total]
+
+    def _own_share(self) -> Iterator[tuple[Part, nn.Parameter]]:
+        for part in self._indices:
+            for param in part.params:
+                if self._owners.get(param) == self.rank:
+                    yield part, param
+
     def begin_update(self, part: Part) -> None:
         """Note that each process begins to update its share of a part."""
         self._num_begun[self._indices[part]] += 1
@@ -218,6 +239,14 @@ class Processes:
         except OSError:
             return False
         return True
+
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of(tensor: Tensor) -> int:
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return int(flat.view(_WHOLE_NUMBERS[tensor.element_size()]).sum())
 
 
 # In the order of the processes, whose sum of two is that of any all-reduce.

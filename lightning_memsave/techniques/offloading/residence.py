@@ -181,12 +181,16 @@ class Residence:
         """Average gradients over all processes, which must all call this."""
         self.finish()
         params = [param for part in self.parts for param in part.params]
-        late = [p for p in params if p.grad is not None and not self.processes.is_known(p)]
-        if late:
+        if late := [p for p in params if p.grad is not None and not self.processes.is_known(p)]:
+            what = f"{self.names_of(late)} has a gradient"
             why = "it was frozen when the processes shared out their work"
             fix = "Let it be trained from the start, or train in one process."
-            problem = Problem(f"{self.names_of(late)} has a gradient", why, fix)
-            raise IncompatibleError("offloading", [problem])
+            raise IncompatibleError("offloading", [Problem(what, why, fix)])
+        if changed := self.processes.find_changed():
+            what = f"{self.names_of(changed)} was changed between two steps"
+            why = "each process would change it, and they share it"
+            fix = 'Change weights in the optimizer only, or set `offload="activations"` or `None`.'
+            raise IncompatibleError("offloading", [Problem(what, why, fix)])
         self.processes.average()
 
     def _note_change(self) -> None:
