@@ -320,7 +320,8 @@ class _Predictor:
 # Gradients are averaged there, without DDP's buckets.
 def _has_weights_on_host(rows: Sequence[Row], arguments: Mapping[str, Any]) -> bool:
     is_on = any(row.name == "offload" and row.status == "on" for row in rows)
-    return is_on and Offloading.from_value(with_preset(arguments)["offload"]).has_weights
+    offloading = Offloading.from_value(with_preset(arguments)["offload"]) if is_on else None
+    return offloading is not None and offloading.has_weights
 
 
 def _forms(rows: Sequence[Row]) -> list[str]:

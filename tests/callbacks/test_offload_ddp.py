@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback, Offloading
+from lightning_memsave.techniques import optimizer_step
 from lightning_memsave.techniques.offloading import host_updates, processes
 from lightning_memsave.techniques.offloading.processes import is_shared
 from tests.callbacks.lit import callback_with, late, rows_of, scaling
@@ -401,7 +402,7 @@ def late_processes() -> Notes:
     is_second, average, step = (
         rank_of_this_process() == 1,
         processes._average,
-        host_updates.plain_step,
+        optimizer_step.plain_step,
     )
 
     def average_late(*args: Any) -> None:
