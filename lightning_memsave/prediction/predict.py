@@ -274,6 +274,9 @@ class _Predictor:
         recording.work = recording.work.for_batches(factor)
         recording.work = recording.work.with_all_reduce(copied, fit.num_processes)
         rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
+        values = {row.name: row.value for row in rows if row.status == "on"}
+        if any(kind in values.get("offload", "") for kind in ("optimizer", "parameters")):
+            copied = {}  # gradients are averaged on the host
         return summarise(
             recording,
             device=step.device,
@@ -289,7 +292,7 @@ class _Predictor:
             settings={"precision": str(precision or "32-true")}
             | ({step.strategy: f"1 of {step.world_size} processes"} if step.strategy else {})
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
-            | {row.name: row.value for row in rows if row.status == "on"}
+            | values
             | ({"accumulate_grad_batches": str(given)} if given is not None else {}),
             ineffective=step.emulated
             | {r.name: f"{r.value}: {'; '.join(r.details)}" for r in rows if r.status == "off"},
