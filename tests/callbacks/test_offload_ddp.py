@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -524,6 +525,19 @@ def die() -> None:
     train(lit(make=Large), callback, callback_with(on_train_batch_end=kill), strategy="ddp")
 
 
+def die_in_update() -> None:
+    """Train; the second process is killed in an update that the first one waits for."""
+    step = host_updates.plain_step
+
+    def kill(*args: Any) -> None:
+        if rank_of_this_process() == 1 and args[0].state:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(*args)
+
+    host_updates.plain_step = kill
+    train(lit(), off(predict=False, offload="parameters"), strategy="ddp", max_epochs=99)
+
+
 def torchrun(number: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={number}", "-m", "tests.callbacks.test_offload_ddp"]
@@ -536,6 +550,28 @@ def torchrun(number: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=300,
         check=False,
     )
+
+
+def test_a_process_that_is_killed_in_an_update_ends_the_other():
+    """It waits for memory to change, and not in a collective."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.callbacks.test_offload_ddp", "die in update"],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    )
+    second.communicate(timeout=120)
+    assert second.returncode == -signal.SIGKILL
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "Rank 1 has ended" in said
 
 
 def near(found: Any, expected: Any) -> None:
@@ -572,4 +608,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "four":
         train_on_four(Path(sys.argv[2]))
     else:
-        die()
+        {"die": die, "die in update": die_in_update}[sys.argv[1]]()

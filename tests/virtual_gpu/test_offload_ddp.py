@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from lightning_memsave import predict_memory
+from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import AT_ONCE, Tied, batches, lit, off
 
@@ -39,14 +41,18 @@ def quiet_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
     return loss
 
 
+def module() -> Any:
+    make = functools.partial(Tied, num_words=20_000)
+    return lit(make=make, configure_optimizers=fused, training_step=quiet_step)
+
+
 def train() -> None:
     found = {}
     rank = int(os.environ["RANK"])
     for name in sys.argv[2:]:
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
-        make = functools.partial(Tied, num_words=20_000)
-        own = lit(make=make, configure_optimizers=fused, training_step=quiet_step)
+        own = module()
         trainer = make_trainer(
             pl,
             off(predict=False, **SETTINGS[name]),
@@ -96,6 +102,21 @@ def test_the_device_needs_less(found):
     for own in found:
         peaks = {name: peak for name, (*_, peak) in own.items()}
         assert peaks["preset"] <= peaks["parameters"] < peaks["optimizer"] < 0.7 * peaks["nothing"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_process_needs_what_is_predicted(found, name):
+    predicted = predict_memory(
+        module(),
+        batches(0)[0],
+        settings={"preset": "off", **SETTINGS[name]},
+        gpu=local_gpu(torch.device("cuda", 0)),
+        strategy="ddp",
+        world_size=2,
+        trainer_arguments=AT_ONCE,
+    )
+    for own in found:
+        assert predicted.allocated_bytes == pytest.approx(own[name][-1], rel=0.01)
 
 
 def test_streams_do_not_race(found, tmp_path):

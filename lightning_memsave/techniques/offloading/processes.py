@@ -206,7 +206,6 @@ class Processes:
     def begin_update(self, part: Part) -> None:
         """Note that each process begins to update its share of a part."""
         self._num_begun[self._indices[part]] += 1
-        part.note_change()
 
     def end_update(self, part: Part) -> None:
         self._num_done[self.rank, self._indices[part]] += 1
