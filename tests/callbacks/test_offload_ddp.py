@@ -527,15 +527,16 @@ def die() -> None:
 
 def die_in_update() -> None:
     """Train; the second process is killed in an update that the first one waits for."""
-    step = host_updates.plain_step
+    step = optimizer_step.plain_step
 
     def kill(*args: Any) -> None:
         if rank_of_this_process() == 1 and args[0].state:
             os.kill(os.getpid(), signal.SIGKILL)
         step(*args)
 
-    host_updates.plain_step = kill
-    train(lit(), off(predict=False, offload="parameters"), strategy="ddp", max_epochs=99)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_updates, "plain_step", kill)
+        train(lit(), off(predict=False, offload="parameters"), strategy="ddp", max_epochs=99)
 
 
 def torchrun(number: int, *arguments: str) -> subprocess.CompletedProcess[str]:
