@@ -298,6 +298,7 @@ def go_on(folder: Path) -> None:
             **settings,
         )
         (folder / f"{rank_of_this_process()}.json").write_text(json.dumps(notes))
+    torch.distributed.barrier()  # a process that ends while another one still needs it is aborted
     torch.distributed.destroy_process_group()
 
 
