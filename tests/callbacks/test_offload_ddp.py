@@ -381,6 +381,9 @@ REFUSED: dict[str, Refused] = {
     "changed": (lit, (Decay(),), {}, {}, "was changed between two steps"),
     "unfrozen": (lit, (Unfreezes(),), {}, {}, "more is later"),
     "compressed": (lit, (), {}, {"strategy": compressed}, "ddp_comm_hook"),
+    "synchronized": (
+        lambda: lit(make=Normed), (), {}, {"sync_batchnorm": True}, "SyncBatchNorm"
+    ),
     "late layers": (lambda: late(lit()), (), {}, {}, "Make its layers in `__init__`"),
     "written": (lambda: lit(make=Writes), (), {}, {}, "forward changes its own weights"),
     "half": (lit, (), {"low_precision_weights": "master"}, {"precision": "bf16-mixed"}, "DDP"),

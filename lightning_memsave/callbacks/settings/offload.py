@@ -21,7 +21,11 @@ from lightning_memsave.techniques.offloading.technique import (
     OffloadingHandle,
     trains_offloaded,
 )
-from lightning_memsave.trainer.distributed import has_custom_gradient_sync, share_model
+from lightning_memsave.trainer.distributed import (
+    communicates_in_forward,
+    has_custom_gradient_sync,
+    share_model,
+)
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
 from lightning_memsave.trainer.trainer import (
     averages_weights,
@@ -87,6 +91,8 @@ class OffloadSetting(ModuleSetting):
             yield "processes of several machines have no memory in common", fix
         if why := has_custom_gradient_sync(trainer):
             yield f"{why}, and gradients that wait on the host are averaged there", fix
+        if why := communicates_in_forward(trainer, pl_module):
+            yield f"{why}, which nobody has tried with weights that processes share", fix
         if any(map(averages_weights, trainer.callbacks)):
             why = "a callback that averages weights writes them in each process, and they are one"
             yield why, fix
