@@ -3,9 +3,6 @@
 import gc
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +14,7 @@ from lightning_memsave import predict_memory
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import batches, off
+from tests.virtual_gpu.pair import train_on_two
 from tests.virtual_gpu.test_fsdp2 import module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -52,20 +50,7 @@ def train() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, int]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node=2", "-m", "tests.virtual_gpu.test_ddp_prediction"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"VGPU_DEVICES": "2"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"nothing"')]
-    result: dict[str, int] = json.loads(lines[-1])
-    return result
+    return train_on_two("tests.virtual_gpu.test_ddp_prediction")
 
 
 @pytest.mark.parametrize("name", SETTINGS)

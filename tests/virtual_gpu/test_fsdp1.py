@@ -4,9 +4,6 @@ import functools
 import gc
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +14,7 @@ from torch import nn
 from lightning_memsave import GPUMemoryMonitor
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import Tied, batches, lit, off
+from tests.virtual_gpu.pair import train_on_two
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -61,20 +59,7 @@ def train() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node=2", "-m", "tests.virtual_gpu.test_fsdp1"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"VGPU_DEVICES": "2"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"plain"')]
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    return train_on_two("tests.virtual_gpu.test_fsdp1")
 
 
 def test_checkpointing_is_bitwise(found):
