@@ -35,6 +35,7 @@ OUT_OF_MEMORY = "out of memory"
 """Not a kill: memory runs out after the probe, and the process stays when its fit has failed."""
 OUTCOMES = ("ended and named", "ended, not named", "hung", "not killed")
 _START_S, _STEP_S = 120, 0.01
+_ROOT = Path(__file__).parents[2]
 
 
 class Lit(pl.LightningModule):
@@ -149,18 +150,24 @@ def _attack(folder: Path, known: dict[str, Any]) -> dict[str, Any]:
         of_processes = [environment | {"NODE_RANK": str(rank)} for rank in range(2)]
     with (folder / "output").open("w") as output:
         started = [
-            subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+            subprocess.Popen(
+                command, cwd=_ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+            )
             for env in of_processes
         ]
         try:
-            return _watch(folder, known["rank"])
+            return _watch(folder, known["rank"], started)
         finally:
             for process in started:
                 _end_group(process)
 
 
-def _watch(folder: Path, killed: int) -> dict[str, Any]:
-    if not _wait((folder / "killed").exists, _START_S):
+def _watch(folder: Path, killed: int, started: "list[subprocess.Popen[bytes]]") -> dict[str, Any]:
+    def is_killed() -> bool:
+        return (folder / "killed").exists()
+
+    _wait(lambda: is_killed() or all(p.poll() is not None for p in started), _START_S)
+    if not is_killed():
         return {"outcome": "not killed", "said": (folder / "output").read_text()[-500:]}
     other = int((folder / f"pid-{1 - killed}").read_text())
     has_ended = _wait(lambda: not _runs(other), LIMIT_S)

@@ -25,7 +25,7 @@ from lightning_memsave.trainer.lost_ranks import RankWatch
 )
 def test_a_process_that_is_killed_ends_the_other_which_names_it(chosen):
     found = _ranks.kill(0, **chosen)
-    assert found["outcome"] == "ended and named", found
+    assert found["outcome"] == "ended and named", found["said"]
     assert f"Rank {chosen['rank']} has ended: killed" in found["said"]
 
 
@@ -39,7 +39,7 @@ def test_a_process_that_fails_and_stays_ends_the_other():
         "grace_s": 2,
     }
     found = _ranks.kill(0, strategy="ddp", **chosen)
-    assert found["outcome"] == "ended and named", found
+    assert found["outcome"] == "ended and named", found["said"]
     assert "Rank 1 has ended: OutOfMemoryError: CUDA out of memory" in found["said"]
 
 
