@@ -103,7 +103,7 @@ STEPS = (
     Step(
         "gpu tests",
         (*PYTEST, "-n", "12", "--dist", "worksteal", *TESTS),
-        240,
+        300,
         ("pytest", "xdist", "hypothesis", "jsonargparse", "bitsandbytes"),
         "all pass",
         is_parallel=True,

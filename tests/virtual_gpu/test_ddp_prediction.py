@@ -1,8 +1,6 @@
-"""DDP on two virtual GPUs, over gloo, needs what is predicted. As a script it trains on one."""
+"""DDP on one and two GPUs needs what is predicted. As a script it trains on one of them."""
 
 import gc
-import json
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,10 +12,10 @@ from lightning_memsave import predict_memory
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import batches, off
-from tests.virtual_gpu.pair import train_on_two
+from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on
 from tests.virtual_gpu.test_fsdp2 import module
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.real_gpu_too]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -35,22 +33,19 @@ def train() -> None:
         trainer = make_trainer(
             pl,
             off(predict=False, **settings),
-            accelerator="gpu",
-            devices=2,
-            strategy=DDPStrategy(process_group_backend="gloo"),
+            **on_gpus(DDPStrategy(process_group_backend=backend())),
             use_distributed_sampler=False,
             limit_val_batches=0,
         )
-        trainer.fit(own, loader_of(batches(int(os.environ["RANK"]))))
+        trainer.fit(own, loader_of(batches(rank())))
         found[name] = torch.cuda.max_memory_allocated()
         del own, trainer
-    if os.environ["RANK"] == "0":
-        print(json.dumps(found))  # noqa: T201
+    tell(found)
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, int]:
-    return train_on_two("tests.virtual_gpu.test_ddp_prediction")
+@pytest.fixture(scope="module", params=[1, 2])
+def measured(request: pytest.FixtureRequest) -> list[dict[str, int]]:
+    return train_on(request.param, "tests.virtual_gpu.test_ddp_prediction")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -61,9 +56,10 @@ def test_a_process_needs_what_is_predicted(measured, name):
         settings={"preset": "off", **SETTINGS[name]},
         gpu=local_gpu(torch.device("cuda", 0)),
         strategy="ddp",
-        world_size=2,
+        world_size=len(measured),
     )
-    assert predicted.allocated_bytes == pytest.approx(measured[name], rel=0.01)
+    for own in measured:
+        assert predicted.allocated_bytes == pytest.approx(own[name], rel=0.01)
 
 
 if __name__ == "__main__":

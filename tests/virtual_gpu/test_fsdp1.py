@@ -2,8 +2,6 @@
 
 import functools
 import gc
-import json
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,9 +12,9 @@ from torch import nn
 from lightning_memsave import GPUMemoryMonitor
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import Tied, batches, lit, off
-from tests.virtual_gpu.pair import train_on_two
+from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on_two
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.real_gpu_too]
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -42,24 +40,21 @@ def train() -> None:
             pl,
             off(predict=False, **settings),
             monitor,
-            accelerator="gpu",
-            devices=2,
-            strategy=FSDPStrategy(process_group_backend="gloo", auto_wrap_policy=wrap),
+            **on_gpus(FSDPStrategy(process_group_backend=backend(), auto_wrap_policy=wrap)),
             use_distributed_sampler=False,
             limit_val_batches=0,
             **of_trainer,
         )
-        trainer.fit(own, loader_of(batches(int(os.environ["RANK"]))))
+        trainer.fit(own, loader_of(batches(rank())))
         assert monitor.summary is not None
         found[name] = [own.losses, monitor.summary.peak_bytes]
         del own, trainer
-    if os.environ["RANK"] == "0":
-        print(json.dumps(found))  # noqa: T201
+    tell(found)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return train_on_two("tests.virtual_gpu.test_fsdp1")
+    return train_on_two("tests.virtual_gpu.test_fsdp1")[0]
 
 
 def test_checkpointing_is_bitwise(found):

@@ -1,15 +1,8 @@
-"""FSDP2 on two virtual GPUs, over gloo. As a script, under torchrun, it trains on one of them.
-
-On real GPUs, of which one is enough, it trains over NCCL.
-"""
+"""FSDP2 on one and two GPUs. As a script, under torchrun, it trains on one of them."""
 
 import functools
 import gc
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,11 +26,9 @@ from tests.trainer.test_fsdp2 import (
     without_validation,
 )
 from tests.virtual_gpu import counters
+from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on, train_on_two
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
-
-NUMBER = 2 if counters.is_on else min(2, torch.cuda.device_count())
-BACKEND = "gloo" if counters.is_on else None
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -82,7 +73,8 @@ def train() -> None:
     found = {name: fit(module(), settings) for name, settings in SETTINGS.items()}
     on_host = CPUOffloadPolicy()
     # The host of a real GPU rounds updates otherwise.
-    for name, settings in ON_HOST.items() if counters.is_on else ():
+    is_tried = counters.is_on and sys.argv[1:] == ["and on the host"]
+    for name, settings in ON_HOST.items() if is_tried else ():
         how: dict[str, Any] = {"gradient_clip_val": 0.3} if name == "clipping" else {}
         found[f"{name} wide"] = fit(wide(name), settings, **how)
         found[f"{name} on host"] = fit(wide(name), settings, on_host, "half.ckpt", **how)
@@ -91,8 +83,7 @@ def train() -> None:
         found[f"{name} without"] = fit(
             wide(name), settings, ckpt_path="half.ckpt", max_epochs=2, **how
         )
-    if os.environ["RANK"] == "0":
-        print(json.dumps(found))  # noqa: T201
+    tell(found)
 
 
 def fit(
@@ -108,36 +99,28 @@ def fit(
     trainer = make_trainer(
         pl,
         off(predict=False, **settings),
-        accelerator="gpu",
-        devices=NUMBER,
-        strategy=FSDP2Strategy(process_group_backend=BACKEND, offload_policy=policy),
+        **on_gpus(FSDP2Strategy(process_group_backend=backend(), offload_policy=policy)),
         use_distributed_sampler=False,
         limit_val_batches=0,
         **how,
     )
-    trainer.fit(own, loader_of(batches(int(os.environ["RANK"]))), ckpt_path=ckpt_path)
+    trainer.fit(own, loader_of(batches(rank())), ckpt_path=ckpt_path)
     if path is not None:
         trainer.save_checkpoint(path)
     return [own.losses, torch.cuda.max_memory_allocated()]
 
 
+MODULE = "tests.virtual_gpu.test_fsdp2"
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={NUMBER}", "-m", "tests.virtual_gpu.test_fsdp2"],
-        cwd=tmp_path_factory.mktemp("fsdp2"),
-        env=os.environ | {"VGPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"nothing"')]
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+def found() -> dict[str, Any]:
+    return train_on_two(MODULE, "and on the host")[0]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return train_on(1, MODULE)[0]
 
 
 @pytest.mark.real_gpu_too
@@ -160,19 +143,32 @@ def test_shards_on_the_host_train_bit_for_bit_and_leave_the_device(found, name):
 @pytest.mark.real_gpu_too
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_process_needs_what_is_predicted(found, name):
-    settings = {"preset": "off", **SETTINGS[name]}
-    predicted = predict_memory(
+    # At times a thread of gloo still holds what it has sent of a block when the next one is there.
+    is_gloo = counters.is_on or torch.cuda.device_count() < 2
+    block_bytes = sum(p.nbytes for p in Tied().blocks[0].parameters()) * is_gloo
+    measured_bytes, predicted_bytes = found[name][1], predict(name, 2)
+    assert 0.99 * measured_bytes - block_bytes <= predicted_bytes <= 1.01 * measured_bytes
+
+
+@pytest.mark.real_gpu_too
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_process_alone(alone, name):
+    """Over NCCL where the GPU is a real one."""
+    assert predict(name, 1) == pytest.approx(alone[name][1], rel=0.01)
+    if name in {"optimizer_in_backward", "offload"}:
+        assert alone[name][0] == alone["nothing"][0]
+
+
+def predict(name: str, world_size: int) -> int:
+    """Bytes that a process needs."""
+    return predict_memory(
         module(),
         batches(0)[0],
-        settings=settings,
+        settings={"preset": "off", **SETTINGS[name]},
         gpu=local_gpu(torch.device("cuda", 0)),
         strategy="fsdp2",
-        world_size=NUMBER,
-    )
-    # At times a thread of gloo still holds what it has sent of a block when the next one is there.
-    block_bytes = sum(p.nbytes for p in Tied().blocks[0].parameters()) * (BACKEND == "gloo")
-    measured_bytes = found[name][1]
-    assert 0.99 * measured_bytes - block_bytes <= predicted.peak_bytes <= 1.01 * measured_bytes
+        world_size=world_size,
+    ).peak_bytes
 
 
 if __name__ == "__main__":

@@ -2,11 +2,7 @@
 
 import functools
 import gc
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +15,8 @@ from lightning_memsave import predict_memory
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import AT_ONCE, Tied, batches, lit, off
+from tests.virtual_gpu import counters
+from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on_two
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -48,62 +46,54 @@ def module() -> Any:
 
 def train() -> None:
     found = {}
-    rank = int(os.environ["RANK"])
-    for name in sys.argv[2:]:
+    for name in sys.argv[1:]:
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         own = module()
         trainer = make_trainer(
             pl,
             off(predict=False, **SETTINGS[name]),
-            accelerator="gpu",
-            devices=2,
-            strategy=DDPStrategy(process_group_backend="gloo"),
+            **on_gpus(DDPStrategy(process_group_backend=backend())),
             use_distributed_sampler=False,
             limit_val_batches=0,
             max_epochs=2,
             **AT_ONCE,
         )
-        torch.manual_seed(100 + rank)
-        trainer.fit(own, loader_of(batches(rank)))
+        torch.manual_seed(100 + rank())
+        trainer.fit(own, loader_of(batches(rank())))
         sums = [param.detach().double().sum().item() for param in own.parameters()]
         found[name] = [own.losses, sums, torch.cuda.max_memory_allocated()]
         del own, trainer
-    (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(found))
+    tell(found)
 
 
-def run(folder: Path, *names: str, **environment: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.virtual_gpu.test_offload_ddp", str(folder), *names],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"VGPU_DEVICES": "2"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def run(*names: str, **environment: str) -> list[dict[str, Any]]:
+    return train_on_two("tests.virtual_gpu.test_offload_ddp", *names, **environment)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return run(tmp_path_factory.mktemp("late"), *SETTINGS, VGPU_LATE="1")
+def found() -> list[dict[str, Any]]:
+    return run(*SETTINGS, VGPU_LATE="1")
 
 
+@pytest.mark.real_gpu_too
 @pytest.mark.parametrize("name", ["optimizer", "parameters", "preset"])
 def test_training_is_that_of_ddp(found, name):
     for own in found:
-        assert own[name][:2] == own["nothing"][:2]
+        for values, plain in zip(own[name][:2], own["nothing"][:2], strict=True):
+            # The host of a real GPU rounds updates otherwise than its kernels do.
+            assert values == (plain if counters.is_on else pytest.approx(plain, rel=1e-3))
+    assert found[0][name][1] == found[1][name][1]
 
 
+@pytest.mark.real_gpu_too
 def test_the_device_needs_less(found):
     for own in found:
         peaks = {name: peak for name, (*_, peak) in own.items()}
         assert peaks["preset"] <= peaks["parameters"] < peaks["optimizer"] < 0.7 * peaks["nothing"]
 
 
+@pytest.mark.real_gpu_too
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_process_needs_what_is_predicted(found, name):
     predicted = predict_memory(
@@ -119,13 +109,13 @@ def test_a_process_needs_what_is_predicted(found, name):
         assert predicted.allocated_bytes == pytest.approx(own[name][-1], rel=0.01)
 
 
-def test_streams_do_not_race(found, tmp_path):
+def test_streams_do_not_race(found):
     """Under torch's own check; where DDP is made, it finds a race in Lightning.
 
     And it cannot be asked while the exception passes that ends a recomputation early.
     """
     names = ["optimizer", "parameters"]
-    for own, before in zip(run(tmp_path, *names, TORCH_CUDA_SANITIZER="1"), found, strict=True):
+    for own, before in zip(run(*names, TORCH_CUDA_SANITIZER="1"), found, strict=True):
         assert own == {name: before[name] for name in names}
 
 
