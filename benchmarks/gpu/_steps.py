@@ -20,6 +20,12 @@ TESTS = tuple(
     for name in ("callbacks", "cli", "measure", "prediction", "techniques", "virtual_gpu")
 )
 
+RANKS = tuple(
+    f"tests/virtual_gpu/test_{name}.py"
+    for name in ("ddp_prediction", "fsdp1", "fsdp2", "offload_ddp")
+)
+"""Two processes share the GPU there."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -102,9 +108,17 @@ STEPS = (
     ),
     Step(
         "gpu tests",
-        (*PYTEST, "-n", "12", "--dist", "worksteal", *TESTS),
-        300,
+        (*PYTEST, "-n", "12", "--dist", "worksteal", *TESTS, *(f"--ignore={f}" for f in RANKS)),
+        240,
         ("pytest", "xdist", "hypothesis", "jsonargparse", "bitsandbytes"),
+        "all pass",
+        is_parallel=True,
+    ),
+    Step(
+        "tests of several processes",
+        (*PYTEST, "-n", "4", "--dist", "loadfile", *RANKS),
+        240,
+        ("pytest", "xdist", "bitsandbytes"),
         "all pass",
         is_parallel=True,
     ),
