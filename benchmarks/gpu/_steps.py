@@ -132,7 +132,7 @@ STEPS = (
     _technique("exact_limit", 60, "fits into 1.2 of the peak"),
     _device("saved_by_attention", 60, "no mask and causal save less than scores_mib"),
     _technique("stochastic_rounding", 60, "mean within 1e-5"),
-    _technique("paged_state", 60, "an H100 in a virtual machine crashed here", needs=BITSANDBYTES),
+    _technique("paged_state", 60, "H200: a step after a load crashed", needs=BITSANDBYTES),
     _fit("roberta accumulation", "about 3 times plain's step in each batch"),
     _fit("roberta out of memory", "micro-batches"),
     _fit("roberta fused"),

@@ -463,6 +463,29 @@ def test_paged_state_is_paged_again_after_a_load():
     assert new.state[weight]["state1"].is_paged
 
 
+@needs_cuda
+@pytest.mark.parametrize("way", ["state", "file", "optimizer"])
+def test_a_copy_of_paged_state_is_paged_before_its_next_step(way, tmp_path):
+    """A copy says of itself that it is paged; CUDA ends the process that prefetches it."""
+    weight = nn.Parameter(torch.randn(512, 512, device="cuda"))
+    new = LowBitOptimizer("paged_8bit").apply(optim.AdamW([weight])).target
+    weight.grad = torch.ones_like(weight)
+    new.step()
+    if way == "optimizer":
+        new = copy.deepcopy(new)
+        (weight,) = new.param_groups[0]["params"]
+        weight.grad = torch.ones_like(weight)
+    elif way == "file":
+        torch.save(new.state_dict(), tmp_path / "state")
+        new.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    else:
+        new.load_state_dict(copy.deepcopy(new.state_dict()))
+    before = weight.detach().clone()
+    new.step()
+    assert new.state[weight]["state1"].is_paged
+    assert not torch.equal(weight, before)
+
+
 def test_the_path_for_kernels_that_cuda_lacks_computes_the_same(monkeypatch):
     from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
         _PerParameterBits,

@@ -60,5 +60,10 @@ def on_gpus(strategy: Any) -> dict[str, Any]:
     number = int(os.environ["WORLD_SIZE"])
     if number > torch.cuda.device_count():
         strategy.parallel_devices = number * [torch.device("cuda", 0)]
+        # torch 2.11 cannot split a group of gloo that is bound to a device.
+        make = torch.distributed.init_process_group
+        torch.distributed.init_process_group = lambda *args, device_id=None, **settings: make(
+            *args, **settings
+        )
         return {"accelerator": "gpu", "strategy": strategy}
     return {"accelerator": "gpu", "strategy": strategy, "devices": number}

@@ -366,7 +366,13 @@ API cudaError_t cudaMemcpy2DAsync(void *to, size_t tp, const void *from, size_t 
 API cudaError_t cudaMemcpy2D(void *to, size_t tp, const void *from, size_t fp, size_t w, size_t h, cudaMemcpyKind k) { return cudaMemcpy2DAsync(to, tp, from, fp, w, h, k, nullptr); }
 API cudaError_t cudaMemset(void *p, int v, size_t n) { return fill(p, v, n, nullptr); }
 API cudaError_t cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t s) { return fill(p, v, n, s); }
-API cudaError_t cudaMemPrefetchAsync(const void *, size_t, cudaMemLocation, unsigned, cudaStream_t) { count("cudaMemPrefetchAsync"); return cudaSuccess; }
+API cudaError_t cudaMemPrefetchAsync(const void *p, size_t, cudaMemLocation, unsigned, cudaStream_t) {
+  LOCK;
+  auto it = find(p);
+  if (it == S().ranges.end() || it->second.kind != MANAGED) return fail(cudaErrorInvalidValue);
+  count("cudaMemPrefetchAsync");
+  return cudaSuccess;
+}
 API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int) { *p = (cudaMemPool_t)16; return cudaSuccess; }
 API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *v) { *(u64 *)v = 0; return cudaSuccess; }
 

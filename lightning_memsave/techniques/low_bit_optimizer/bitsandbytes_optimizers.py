@@ -251,6 +251,7 @@ class _PerParameterBits(_Base):
 
             self.mng = GlobalOptimManager.get_instance()
             self.page_mng = GlobalPageManager.get_instance()
+            self._forget_pages()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is created at run time, so pickle cannot find it by name.
@@ -291,7 +292,15 @@ class _PerParameterBits(_Base):
         )
         p.data.copy_(p_float)
 
+    def _forget_pages(self) -> None:
+        """Copies and files of paged state say that they are paged, but are not; CUDA ends then."""
+        for state in self.state.values():
+            for value in state.values():
+                if getattr(value, "is_paged", False):
+                    del value.is_paged
+
     def _page_all(self) -> None:
+        self._forget_pages()
         for p in parameters_of(self):
             if p.device.type == "cpu" or p not in self.state:
                 continue
