@@ -26,7 +26,15 @@ from tests.trainer.test_fsdp2 import (
     without_validation,
 )
 from tests.virtual_gpu import counters
-from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on, train_on_two
+from tests.virtual_gpu.pair import (
+    MORE_ON_A_CARD,
+    backend,
+    on_gpus,
+    rank,
+    tell,
+    train_on,
+    train_on_two,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -104,10 +112,13 @@ def fit(
         limit_val_batches=0,
         **how,
     )
+    kept: list[int] = []
+    # After what threads of gloo may still hold of a step.
+    own.on_train_end = lambda: kept.append(torch.cuda.memory_allocated())
     trainer.fit(own, loader_of(batches(rank())), ckpt_path=ckpt_path)
     if path is not None:
         trainer.save_checkpoint(path)
-    return [own.losses, torch.cuda.max_memory_allocated()]
+    return [own.losses, torch.cuda.max_memory_allocated(), *kept]
 
 
 MODULE = "tests.virtual_gpu.test_fsdp2"
@@ -135,9 +146,10 @@ def test_shards_on_the_host_train_bit_for_bit_and_leave_the_device(found, name):
     if name != "meta":  # a small one, of which the host draws other values
         assert found[f"{name} on host"][0] == found[f"{name} wide"][0]
         shards = sum(p.nbytes for p in wide(name).parameters()) / 2
-        # Weights, gradients and state, but for what is gathered or reduced at the peak.
-        left = {"8bit": 1.9, "optimizer_in_backward": 2.9}.get(name, 3.4) * shards
-        assert found[f"{name} wide"][1] - found[f"{name} on host"][1] > left
+        # Weights, gradients and state.
+        left = {"8bit": 2.5, "optimizer_in_backward": 3}.get(name, 4) * shards
+        assert found[f"{name} wide"][2] - found[f"{name} on host"][2] > left
+        assert found[f"{name} wide"][1] > found[f"{name} on host"][1]
 
 
 @pytest.mark.real_gpu_too
@@ -147,14 +159,17 @@ def test_a_process_needs_what_is_predicted(found, name):
     is_gloo = counters.is_on or torch.cuda.device_count() < 2
     block_bytes = sum(p.nbytes for p in Tied().blocks[0].parameters()) * is_gloo
     measured_bytes, predicted_bytes = found[name][1], predict(name, 2)
-    assert 0.99 * measured_bytes - block_bytes <= predicted_bytes <= 1.01 * measured_bytes
+    least = 0.99 * measured_bytes - block_bytes - MORE_ON_A_CARD
+    assert least <= predicted_bytes <= 1.01 * measured_bytes
 
 
 @pytest.mark.real_gpu_too
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_process_alone(alone, name):
     """Over NCCL where the GPU is a real one."""
-    assert predict(name, 1) == pytest.approx(alone[name][1], rel=0.01)
+    measured_bytes = alone[name][1]
+    more = measured_bytes - predict(name, 1)
+    assert -0.01 * measured_bytes <= more <= max(0.01 * measured_bytes, MORE_ON_A_CARD)
     if name in {"optimizer_in_backward", "offload"}:
         assert alone[name][0] == alone["nothing"][0]
 
