@@ -8,9 +8,11 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lightning_memsave import GPUMemoryMonitor
 from tests.callbacks.lit import loader_of, make_trainer
+from tests.callbacks.test_ddp import Language
 from tests.trainer.test_fsdp2 import Tied, batches, lit, off
 from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on_two
 
@@ -24,16 +26,25 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, {}),
     "plain precision": ({}, {"precision": "bf16-mixed"}),
     "precision": ({"precision": "bf16-mixed"}, {}),
+    "plain sdpa": ({}, {}),
+    "plain eager": ({}, {}),
+    "attention": ({"attention": "sdpa"}, {}),
 }
 """Settings of the callback, and of the Trainer."""
+
+MODELS = {
+    "plain sdpa": functools.partial(Language, "sdpa"),
+    "plain eager": functools.partial(Language, "eager"),
+    "attention": functools.partial(Language, "eager"),
+}
 
 
 def train() -> None:
     found = {}
-    wrap: set[type[nn.Module]] = {nn.TransformerEncoderLayer}
+    wrap: set[type[nn.Module]] = {nn.TransformerEncoderLayer, GPT2Block}
     for name, (settings, of_trainer) in WAYS.items():
         gc.collect()
-        own = lit(make=functools.partial(Tied, dropout=0.0))
+        own = lit(make=MODELS.get(name, functools.partial(Tied, dropout=0.0)))
         own.log = lambda *args, **kwargs: None
         monitor = GPUMemoryMonitor(print_summary=False)
         trainer = make_trainer(
@@ -64,6 +75,10 @@ def test_checkpointing_is_bitwise(found):
 @pytest.mark.parametrize("name", ["accumulate_grad_batches", "precision"])
 def test_settings_are_those_of_the_trainer(found, name):
     assert found[name][0] == found[f"plain {name}"][0] != found["plain"][0]
+
+
+def test_attention_is_as_hugging_face_sets_it(found):
+    assert found["attention"][0] == found["plain sdpa"][0] != found["plain eager"][0]
 
 
 def test_micro_batches_train_as_whole_ones(found):
