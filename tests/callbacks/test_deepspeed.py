@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy  # noqa: E402
 from lightning_memsave import MemSaveCallback  # noqa: E402
 from tests.callbacks.lit import loader_of, make_lit, rows_of, summary_of  # noqa: E402
 from tests.callbacks.ranks import RANKS, Notes, rank_of_this_process  # noqa: E402
+from tests.callbacks.test_ddp import NUM_WORDS, Language  # noqa: E402
 from tests.callbacks.test_strategies import train  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_prediction", "any_saving_counts")]
@@ -71,7 +72,33 @@ def run(stage: int) -> Notes:
     return notes
 
 
-SCENARIOS = {f"stage {stage}": functools.partial(run, stage) for stage in (1, 2)}
+def run_attention(stage: int) -> Notes:
+    def fit(attention: str, *callbacks: Any) -> Notes:
+        torch.manual_seed(1)
+        words = torch.randint(
+            NUM_WORDS, (RANKS, 4, 3, 8), generator=torch.Generator().manual_seed(2)
+        )
+        batches = [batch.clone() for batch in words[rank_of_this_process()]]
+        own = make_lit(
+            model=Language(attention),
+            training_step=lambda self, batch, batch_idx: self.model(batch),
+            train_dataloader=lambda self: loader_of(batches),
+        )
+        strategy = OnCpu(stage=stage, process_group_backend="gloo", logging_batch_size_per_gpu=3)
+        return train(own, *callbacks, strategy=strategy, limit_val_batches=0)
+
+    callback = MemSaveCallback(preset="off", attention="sdpa", report=False)
+    return {
+        "plain": fit("sdpa"),
+        "other": fit("eager"),
+        "ours": fit("eager", callback),
+        "is": rows_of(callback)["attention"].status,
+    }
+
+
+SCENARIOS = {f"stage {stage}": functools.partial(run, stage) for stage in (1, 2)} | {
+    f"attention, stage {stage}": functools.partial(run_attention, stage) for stage in (1, 2)
+}
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -81,3 +108,10 @@ def test_techniques_change_nothing(report, stage, name):
         assert notes[f"{name} is"] == "on"
         assert notes[name] == notes["plain"]
         assert notes["counted"] == BUCKET_BYTES  # Lightning's default is as large
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_attention_is_as_hugging_face_sets_it(report, stage):
+    for notes in report(f"attention, stage {stage}"):
+        assert notes["is"] == "on"
+        assert notes["ours"] == notes["plain"] != notes["other"]
