@@ -112,6 +112,7 @@ def test_an_error_is_told_and_noted_on_the_errors_that_follow(watches):
     follows = RuntimeError("Connection closed by peer")
     watches.all[0].close(follows)
     assert follows.__notes__ == ["Rank 2 has ended: ValueError: the first."]
+    _until(lambda: 1 in said_by(watches))
     assert "Rank 2 has ended: ValueError: the first." in said_by(watches)[1]
     assert 0 not in watches.exits
 
