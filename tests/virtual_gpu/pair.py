@@ -15,12 +15,6 @@ import torch
 
 from tests.virtual_gpu import counters
 
-MORE_ON_A_CARD = 0 if counters.is_on else 4 * 2**20
-"""Bytes that an H200 needs and no prediction knows, by torch 2.11.
-
-1 MiB in attention; and NCCL keeps the gradients of a fit of DDP, here 2.4 MB, when it has ended.
-"""
-
 
 def train_on_two(module: str, *arguments: str, **environment: str) -> list[dict[str, Any]]:
     """Run a module on two processes under torchrun; return what each tells, by rank."""
