@@ -403,6 +403,26 @@ class LayerDrop(Project):
         return cast(Tensor, x)
 
 
+class EarlyExit(Project):
+    """A head after each block; validation stops at the first that is sure (DeeBERT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        others = (nn.Linear(WIDTH, NUM_WORDS) for _ in self.blocks[1:])
+        self.heads = nn.ModuleList([*others, self.head])
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, losses = batch["tokens"], []
+        x = self.table(tokens[:, :-1])
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            logits = head(x)
+            losses.append(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+            if not self.training and logits.softmax(-1).amax(-1).mean() > 0.02:
+                break
+        return torch.stack(losses).mean()
+
+
 class _Logits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -482,6 +502,19 @@ class Generates(LossOutside):
         return cast(Tensor, found)
 
 
+class _Samples(pl.Callback):
+    """Shows what the model generates, in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        pl_module.eval()
+        self.made = pl_module._generate(torch.arange(4, device=pl_module.device)[None])
+        pl_module.train()
+
+
+class GeneratesInCallback(Generates):
+    callbacks = (_Samples,)
+
+
 class CalledByHooks(Project):
     """Calls the model at the ends of epochs, where no step is."""
 
@@ -495,6 +528,10 @@ class CalledByHooks(Project):
 
 class Averaged(Project):
     callbacks = (lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1, annealing_epochs=1),)
+
+
+class MovingAverage(Project):
+    callbacks = (lambda: pl.callbacks.EMAWeightAveraging(decay=0.5),)
 
 
 class MomentumTeacher(Project):
@@ -728,6 +765,26 @@ class TensorDictBatches(Project):
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _as_graphs(batch: dict[str, Tensor]) -> Any:
+    from torch_geometric.data import Batch, Data
+
+    path = torch.stack([torch.arange(NUM_TOKENS - 1), torch.arange(1, NUM_TOKENS)])
+    return Batch.from_data_list([Data(tokens=each, edge_index=path) for each in batch["tokens"]])
+
+
+class GraphBatches(TensorDictBatches):
+    """Batches of PyG: nodes of all graphs in one tensor, and edges between them."""
+
+    wrap = staticmethod(_as_graphs)
+
+    def loss(self, batch: Any) -> Tensor:
+        source, target = batch.edge_index
+        x = self.table(batch.tokens)
+        for block in self.blocks:
+            x = block(x + torch.zeros_like(x).index_copy(0, target, x[source]))
+        return cross_entropy(self.head(x[source]), batch.tokens[target])
 
 
 class CombinedBatches(Project):
