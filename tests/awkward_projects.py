@@ -5,6 +5,7 @@ the reason for a project.
 """
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -768,10 +769,10 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _as_graphs(batch: dict[str, Tensor]) -> Any:
-    from torch_geometric.data import Batch, Data
-
+    data: Any = importlib.import_module("torch_geometric.data")  # it has no types
     path = torch.stack([torch.arange(NUM_TOKENS - 1), torch.arange(1, NUM_TOKENS)])
-    return Batch.from_data_list([Data(tokens=each, edge_index=path) for each in batch["tokens"]])
+    graphs = [data.Data(tokens=each, edge_index=path) for each in batch["tokens"]]
+    return data.Batch.from_data_list(graphs)
 
 
 class GraphBatches(TensorDictBatches):
