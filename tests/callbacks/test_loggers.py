@@ -31,7 +31,9 @@ def test_each_logger_has_the_same_names_steps_and_values(found, logger):
         pytest.skip(f"{logger} is not installed")
     points = sorted(point for point in found[logger] if point[0].startswith("memory/"))
     expected = sorted(point for point in found["csv"] if point[0].startswith("memory/"))
-    assert {(name, step) for name, step, _ in expected} == {(n, s) for n in NAMES for s in (1, 3, 5)}
+    assert {(name, step) for name, step, _ in expected} == {
+        (n, s) for n in NAMES for s in (1, 3, 5)
+    }
     assert [point[:2] for point in points] == [point[:2] for point in expected]
     for (*_, value), (*_, of_csv) in zip(points, expected, strict=True):
         assert value == pytest.approx(of_csv, rel=1e-6)  # TensorBoard keeps float32
