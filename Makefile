@@ -154,10 +154,11 @@ test-vgpu-all: $(READY_VGPU)  ## The same, and what takes long, on each virtual 
 
 # From the sdist, so that nothing else of this folder is in the wheel.
 .PHONY: dist
-dist: $(READY)  ## Build sdist and wheel into dist/, and check what an index would show
+dist: $(READY)  ## Build sdist and wheel into dist/, and check what an index would show; TAG=v0.1.0 is their version
 	rm -rf dist
 	$(PYTHON) -m build --no-isolation
 	$(PYTHON) -m twine check --strict dist/*
+	test -z "$(TAG)" -o -f "dist/lightning_memsave-$(TAG:v%=%)-py3-none-any.whl"
 
 .PHONY: bench-overhead
 bench-overhead: $(READY)  ## What the callback costs, in paired runs
