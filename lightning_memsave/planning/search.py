@@ -168,6 +168,7 @@ class PlanSearch:
             yield f"Nothing else fits: `{name}={value!r}` is advised against, as {why}."
         if why := self._variants.why_form(best.variant):
             yield f"On the host with {why}."
+        yield from self._variants.not_installed()
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
         device = self._what_if.step.device
@@ -447,8 +448,7 @@ class PlanSearch:
         least_bytes = smallest.device_bytes
         while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:
             least_bytes = smallest.device_bytes + self._margin_of(least_bytes)
-        spare_bytes = budget_bytes - room
-        free = f" and {format_bytes(spare_bytes)} that stay free" if spare_bytes else ""
+        free = f" and {format_bytes(kept)} that stay free" if (kept := budget_bytes - room) else ""
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
@@ -459,11 +459,12 @@ class PlanSearch:
 
     def _untried(self) -> str:
         failures = self._variants.failures
+        lack = "".join(f" {why}" for why in self._variants.not_installed())
         if not failures:
-            return ""
+            return lack
         what, why = min(failures.items(), key=lambda item: len(item[0]))
         others = f", and {len(failures) - 1} other combinations" if len(failures) > 1 else ""
-        return f" Not tried, as the model raised an error with it: `{what}` ({why}){others}."
+        return f"{lack} Not tried, as the model raised an error with it: `{what}` ({why}){others}."
 
 
 # Not of what is trained, or not in a plan.

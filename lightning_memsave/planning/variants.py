@@ -1,6 +1,7 @@
 """Variants of a step for the planner: what is on beside recomputation, each recorded once."""
 
 import copy
+import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,7 @@ from lightning_memsave.techniques.registry import (
     FINAL,
     entries,
     forms_on_host,
+    techniques,
     unused_details,
 )
 from lightning_memsave.units import format_bytes
@@ -273,6 +275,15 @@ class Variants:
     def _note(self, error: ImpossibleVariantError, changes: Mapping[str, Any]) -> None:
         if not error.is_expected:
             self.failures[", ".join(f"{n}={value!r}" for n, value in changes.items())] = str(error)
+
+    def not_installed(self) -> Iterator[str]:
+        """Say which open settings cannot be planned without their package."""
+        open_arguments = {one.argument for one in self._options()}
+        for technique in techniques():
+            for package in technique.requires if technique.argument in open_arguments else ():
+                if importlib.util.find_spec(package) is None:
+                    what = f"`{technique.argument}=` is not planned: {package} is not installed"
+                    yield f"{what}. Run `pip install {package}`."
 
     def seconds(self, prediction: MemoryPrediction) -> float:
         return sum(step_seconds(prediction.work, self.rates).values())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.names import did_you_mean
+from lightning_memsave.core.versions import require_transformers
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.tensors import allow_construction
 from lightning_memsave.prediction.user_code import explained
@@ -35,6 +36,7 @@ _NAME_PREFIX = "hf:"
 
 
 def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
+    require_transformers(f"The config `{source}`")
     from transformers import AutoConfig  # noqa: PLC0415
 
     if source.startswith(_NAME_PREFIX):

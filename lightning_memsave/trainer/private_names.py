@@ -122,7 +122,8 @@ NAMES = (
     Names("torch._C", "_will_engine_execute_node"),
     Names("torch._C:_autograd", "_top_saved_tensors_default_hooks"),
     Names("torch._C:_autograd", "_get_sequence_nr", "predict"),
-    Names("torch.autograd.graph:Node", "_sequence_nr"),
+    # In torch 2.10 of the class of each kind of node, not of `Node`.
+    Names("torch._C._functions:AccumulateGrad", "_sequence_nr"),
     Names("torch.autograd:Variable", "_execution_engine"),
     Names("torch.autograd:Variable._execution_engine", "queue_callback"),
     # A base class, table or mark of a module without another name.

@@ -2,10 +2,12 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import get_scheduler
 
 from lightning_memsave import IncompatibleError
 from lightning_memsave.modules.steps import make_scheduler, weight_decay_groups
@@ -63,10 +65,9 @@ def test_vectors_and_norms_of_any_name_are_not_decayed():
     assert (group["weight_decay"], len(group["params"])) == (0.0, 2)
 
 
-def rates(schedule: str, warmup: float, total: float, steps: int) -> list[float]:
+def rates(make: Any, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=BASE)
-    scheduler = make_scheduler("Lit", optimizer, schedule, warmup, total)
-    values = []
+    scheduler, values = make(optimizer), []
     for _ in range(steps):
         values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -90,7 +91,16 @@ DOWN = [BASE * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(5)]
     ],
 )
 def test_rates(schedule, warmup, total, expected):
-    assert rates(schedule, warmup, total, len(expected)) == pytest.approx(expected)
+    found = rates(lambda one: make_scheduler("Lit", one, schedule, warmup, total), len(expected))
+    assert found == pytest.approx(expected)
+    assert rates(lambda one: theirs(one, schedule, warmup, total), len(expected)) == found
+
+
+def theirs(optimizer: torch.optim.Optimizer, schedule: str, warmup: float, total: float) -> Any:
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    steps = round(warmup * total) if isinstance(warmup, float) else warmup
+    num_steps = None if total == math.inf else int(total)
+    return get_scheduler(name, optimizer, num_warmup_steps=steps, num_training_steps=num_steps)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
