@@ -245,6 +245,8 @@ class MemSaveCallback(CallbackBase):
         if is_planned:
             function = functools.partial(self._apply_plan, trainer, pl_module)
             self._undo_setup.append(before_strategy_setup(trainer, function))
+        elif is_fit:
+            self._undo_setup += self._prediction.setup(trainer)
         with self._settings.undone_on_error():
             if is_fit:
                 own = first_of(trainer, GPUMemoryMonitor)
@@ -288,7 +290,8 @@ class MemSaveCallback(CallbackBase):
                 self._prediction.use(self.plan.plan.prediction)
                 self._use_prediction()
         if self._reported is not None:
-            self._reported.compare(self._prediction, self._settings.find(OffloadSetting).held_bytes)
+            held_bytes = self._settings.find(OffloadSetting).held_bytes
+            self._reported.compare(self._prediction, held_bytes, self._micro_batches.idle_bytes)
         self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
             with attempted(trainer, "The table cannot be printed to standard output"):

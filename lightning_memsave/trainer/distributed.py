@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memsave.core.patching import own, patch_method, previous_method, set_own
 from lightning_memsave.trainer.trainer import is_strategy
 
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = 4 * 2**20  # beside the buckets of DDP itself
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 _DENSE, _SPARSE = 1, 2
 # Arguments of `DDPStrategy` that change gradient synchronization or forward passes.
