@@ -104,6 +104,7 @@ class GPUMemoryMonitor(CallbackBase):
         # `MemSaveCallback` gives its own.
         self.run_prediction: RunPrediction | None = None
         self.host_bytes_of: Callable[[Any], int] | None = None
+        self.idle_bytes_of: Callable[[Any], int] | None = None
 
     def __repr__(self) -> str:
         arguments = f"every_n_steps={self.every_n_steps}, print_summary={self.print_summary}"
@@ -116,22 +117,30 @@ class GPUMemoryMonitor(CallbackBase):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run holds handles of the driver.
-        return self.__dict__ | {"_run": None, "run_prediction": None, "host_bytes_of": None}
+        others = dict.fromkeys(("_run", "run_prediction", "host_bytes_of", "idle_bytes_of"))
+        return self.__dict__ | others
 
-    def compare(self, prediction: "RunPrediction", host_bytes_of: Callable[[Any], int]) -> None:
+    def compare(
+        self,
+        prediction: "RunPrediction",
+        host_bytes_of: Callable[[Any], int],
+        idle_bytes_of: Callable[[Any], int],
+    ) -> None:
         """Show what was predicted, and what is on the host, beside what is measured in this fit.
 
         Args:
             prediction: Of the fit.
             host_bytes_of: Gives the bytes that are in the memory of the host, for a Trainer.
+            idle_bytes_of: Gives the bytes that are there and that the next batch does not touch.
         """
         self.run_prediction, self.host_bytes_of = prediction, host_bytes_of
+        self.idle_bytes_of = idle_bytes_of
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget the fit before."""
         if stage == "fit":
             self._close()
-            self._summary = self.run_prediction = self.host_bytes_of = None
+            self._summary = self.run_prediction = self.host_bytes_of = self.idle_bytes_of = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure, unless another monitor of this Trainer does."""
@@ -156,6 +165,7 @@ class GPUMemoryMonitor(CallbackBase):
             every = self.every_n_steps or trainer.log_every_n_steps
             run.is_logged = every > 0 and (logged_step(trainer) + 1) % every == 0
             run.probe.begin_step(run.is_logged)
+        run.probe.idle_bytes = 0 if self.idle_bytes_of is None else self.idle_bytes_of(trainer)
         run.probe.begin_batch(pl_module, trainer.optimizers, batch)
 
     def on_train_batch_end(

@@ -55,6 +55,8 @@ class Probe:
         self.device = device
         self.highest = PeakReadings()
         self.notes: list[str] = []
+        self.idle_bytes = 0
+        """Of this batch, in memory that is there and that no operator shows: DDP's buckets."""
         self._num_steps = 0
         self._largest_batch_bytes: int | None = None
 
@@ -205,9 +207,10 @@ class LiveTensorsProbe(Probe):
         if live is None:
             return
         live.__exit__(None, None, None)
-        self._live_bytes = live.live_bytes
-        if self._step_peak is None or live.peak.total_bytes > self._step_peak.total_bytes:
-            self._step_peak = live.peak
+        idle = MemoryBreakdown(other_bytes=self.idle_bytes)
+        self._live_bytes, peak = live.live_bytes + self.idle_bytes, live.peak + idle
+        if self._step_peak is None or peak.total_bytes > self._step_peak.total_bytes:
+            self._step_peak = peak
 
     def end_step(self) -> None:
         self._num_steps += 1

@@ -33,6 +33,7 @@ from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
+from lightning_memsave.trainer.distributed import problems_of_batches
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
@@ -245,6 +246,8 @@ class MemSaveCallback(CallbackBase):
         if is_planned:
             function = functools.partial(self._apply_plan, trainer, pl_module)
             self._undo_setup.append(before_strategy_setup(trainer, function))
+        elif is_fit:
+            self._undo_setup += self._prediction.setup(trainer)
         with self._settings.undone_on_error():
             if is_fit:
                 own = first_of(trainer, GPUMemoryMonitor)
@@ -288,14 +291,21 @@ class MemSaveCallback(CallbackBase):
                 self._prediction.use(self.plan.plan.prediction)
                 self._use_prediction()
         if self._reported is not None:
-            self._reported.compare(self._prediction, self._settings.find(OffloadSetting).held_bytes)
+            held_bytes = self._settings.find(OffloadSetting).held_bytes
+            self._reported.compare(self._prediction, held_bytes, self._micro_batches.idle_bytes)
         self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
             with attempted(trainer, "The table cannot be printed to standard output"):
                 _report.print_table(self.rows)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let optimizer state of a checkpoint wait on the host, as a fresh run has none yet."""
+        """Let optimizer state of a checkpoint wait on the host, as a fresh run has none yet.
+
+        Raises:
+            IncompatibleError: If some processes would wait for others that have no batch left.
+        """
+        if not self._is_disabled and (problems := problems_of_batches(trainer)):
+            raise IncompatibleError(type(self).__name__, problems)
         resumed = [each for each in trainer.optimizers if getattr(each, "state", None)]
         if resumed and not self._is_disabled and trainer.world_size == 1:
             leave_on_host(resumed)

@@ -81,10 +81,8 @@ def _plan(
         return replace(saved, budget_bytes=budget_bytes, ladder=tuple(exact))
     limit = arguments["predict"]
     limit_s = LIMIT_S if isinstance(limit, bool) else float(limit)
-    step = step_of(trainer, pl_module, batch, make_callback, arguments)
-    assert step.fit is not None, "it is of a fit"
-    step = replace(step, fit=replace(step.fit, has_started=False), time_limit_s=limit_s)
-    what_if = what_if_of(step, pl_module)
+    step = step_of(trainer, pl_module, batch, make_callback, arguments, has_started=False)
+    what_if = what_if_of(replace(step, time_limit_s=limit_s), pl_module)
     closed = _conflicting(trainer, pl_module, arguments)
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():

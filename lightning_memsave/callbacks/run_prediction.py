@@ -1,5 +1,6 @@
 """The prediction that a run makes of itself, before its first step."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from lightning_memsave.errors import MemsaveError
 from lightning_memsave.techniques.registry import entries, frees_early, unused_details
 from lightning_memsave.techniques.waiting_state import waiting_bytes
 from lightning_memsave.trainer.distributed import copies_gradients
+from lightning_memsave.trainer.failures import attempted
+from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.trainer.trainer import is_strategy
 from lightning_memsave.units import format_bytes
@@ -46,6 +49,28 @@ class RunPrediction:
         self.limit_s = limit_s
         self.is_due = False
         """The first batch has not come yet."""
+        self._whole: Any = None
+        """A copy, without values, of a module that has been sharded since."""
+
+    def setup(self, trainer: Any) -> list[Callable[[], None]]:
+        """Copy the module before `FSDP2Strategy` shards it; give what undoes this."""
+        if self.limit_s is None or not is_strategy(trainer, _FSDP2):
+            return []
+        undo = before_strategy_setup(trainer, functools.partial(self._keep_whole, trainer))
+        return [undo, functools.partial(setattr, self, "_whole", None)]
+
+    def _keep_whole(self, trainer: Any) -> None:
+        if not trainer.is_global_zero or obstacle(trainer, trainer.lightning_module):
+            return
+        from lightning_memsave.prediction.fake.tensors import fake_tensors
+
+        deadline_s = processor_time_s() + (self.limit_s or 0)
+        with (
+            attempted(trainer, "The module cannot be copied for a prediction"),
+            _disable_current_modes(),
+            fake_tensors(deadline_s) as fakes,
+        ):
+            self._whole = fakes.copy_module(trainer.lightning_module, without=[trainer])
 
     def begin(self) -> None:
         self.prediction, self.note, self.seconds = None, "", 0.0
@@ -57,7 +82,8 @@ class RunPrediction:
     def before_batch(
         self, trainer: Any, batch: Any, make_callback: Callable[..., Any], arguments: Arguments
     ) -> None:
-        self.is_due, pl_module = False, trainer.lightning_module
+        self.is_due, whole, self._whole = False, self._whole, None
+        pl_module = trainer.lightning_module if whole is None else whole
         if not trainer.is_global_zero:
             return
         from lightning_memsave.prediction.predict import predict
@@ -68,7 +94,14 @@ class RunPrediction:
             if not self.note:
                 # The user's own modes, such as one that counts operations, must not see it.
                 with _disable_current_modes():
-                    step = step_of(trainer, pl_module, batch, make_callback, arguments)
+                    step = step_of(
+                        trainer,
+                        pl_module,
+                        batch,
+                        make_callback,
+                        arguments,
+                        has_started=whole is None,
+                    )
                     found = predict(replace(step, time_limit_s=self.limit_s))
                 self.prediction = _of_resumed(found, waiting_bytes(trainer.optimizers))
         # The user's code may fail on fake tensors; that must not end a run that would train.
@@ -119,8 +152,10 @@ def effective_settings(
 def obstacle(trainer: Any, pl_module: Any) -> str:
     if is_compiled(pl_module):
         return "the graphs of `torch.compile` allocate in their own way"
-    is_whole = is_strategy(trainer, _FSDP2) and trainer.strategy.is_predictable
-    if is_strategy(trainer, *SHARDED) and not is_whole:
+    is_ours = is_strategy(trainer, _FSDP2)
+    if is_ours and (why := trainer.strategy.obstacle(pl_module)):
+        return str(why)
+    if is_strategy(trainer, *SHARDED) and not is_ours:
         return f"not for `{type(trainer.strategy).__name__}`, which shards the model"
     if trainer.strategy.root_device.type not in ("cpu", "cuda"):
         return f"not for {trainer.strategy.root_device.type}"
@@ -163,7 +198,13 @@ _WITHOUT_VALUES = (
 
 
 def step_of(
-    trainer: Any, pl_module: Any, batch: Any, make_callback: Any, settings: Arguments
+    trainer: Any,
+    pl_module: Any,
+    batch: Any,
+    make_callback: Any,
+    settings: Arguments,
+    *,
+    has_started: bool = True,
 ) -> "TrainingStep":
     from lightning_memsave.prediction.cuda.gpus import local_gpu
     from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
@@ -171,7 +212,7 @@ def step_of(
     device, num_batches = trainer.strategy.root_device, trainer.num_training_batches
     num_batches = 1000 if num_batches == float("inf") else max(int(num_batches), 4)
     strategy = trainer.strategy
-    is_sharded = is_strategy(trainer, _FSDP2)
+    is_sharded, is_shared = (is_strategy(trainer, name) for name in (_FSDP2, "DDPStrategy"))
     return TrainingStep(
         pl_module,
         batch,
@@ -191,9 +232,10 @@ def step_of(
         fit=RunningFit(
             num_batches,
             has_buckets=copies_gradients(trainer),
+            has_started=has_started,
             num_processes=trainer.world_size,
             strategy_arguments=strategy.settings if is_sharded else {},
         ),
-        strategy="fsdp2" if is_sharded else None,
-        world_size=trainer.world_size if is_sharded else 1,
+        strategy="fsdp2" if is_sharded else ("ddp" if is_shared else None),
+        world_size=trainer.world_size if is_sharded or is_shared else 1,
     )

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memsave.core.clock import processor_time_s
-from lightning_memsave.core.memory import HOST
+from lightning_memsave.core.memory import HOST, on_cuda
 from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
 from lightning_memsave.prediction.result import ModuleMemory
@@ -33,6 +33,8 @@ _PRODUCTS = frozenset(
         "lightning_memsave.add_product",
     )
 )
+# gloo sums a copy of its input, of which each process then takes a part; NCCL needs none.
+_REDUCE_SCATTER = "c10d._reduce_scatter_base_"
 _OLDER = frozenset({"other", "input"})
 # CUDA's kernel allocates the mask first; other kernels allocate their results in order.
 _DROPOUT = torch.ops.aten.native_dropout.default
@@ -118,7 +120,10 @@ class StepProfile(LiveTensors):
 
     @override
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if _name_of(func).rstrip("_") in _PRODUCTS:  # also in place
+        name = _name_of(func)
+        if name == _REDUCE_SCATTER and not on_cuda(args[1]):
+            self._see(args[1].clone(), "temporary")
+        if name.rstrip("_") in _PRODUCTS:  # also in place
             phase = "backward" if in_backward() else "forward"
             self.recording.first_products.setdefault(phase, len(self.recording.events))
         in_step = self._num_running_steps > self._num_running_closures or is_updating()

@@ -103,13 +103,15 @@ class FSDP2StrategyMixin:
         self.blocks = None if blocks is None else as_selectors(blocks)
         self.reshard_after_forward = reshard_after_forward
         self.offload_policy = offload_policy or _ON_DEVICE
-        self._has_begun = False
         self._undo = contextlib.ExitStack()
 
-    @property
-    def is_predictable(self) -> bool:
-        """Whether the module is still whole, and will be sharded by FSDP2 alone."""
-        return not self._has_begun and self._tensor_parallel_size == 1
+    def obstacle(self, module: nn.Module) -> str:
+        """Return why what a process needs to train a module cannot be predicted, if so."""
+        if self._tensor_parallel_size > 1:
+            why = "what a process holds of a layer depends on the model's plan"
+            return f"not with `tensor_parallel_size={self._tensor_parallel_size}`: {why}"
+        is_whole = not any(isinstance(param, DTensor) for param in module.parameters())
+        return "" if is_whole else "there is no copy of the module from before it was sharded"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -164,7 +166,6 @@ class FSDP2StrategyMixin:
     def teardown(self) -> None:
         """Give the module its own ``configure_model`` back; it stays sharded."""
         self._undo.close()
-        self._has_begun = False
         super().teardown()  # type: ignore[misc]
 
 
@@ -183,7 +184,6 @@ def configure_model(self: Any) -> None:
     if isinstance(self, FSDPModule) or not isinstance(strategy, FSDP2StrategyMixin):
         return
     call_before_setup(strategy)
-    strategy._has_begun = True
     mesh, device = strategy.device_mesh["data_parallel"], strategy.root_device
     layers = strategy.device_mesh[TP]
     # Each has drawn its own; DDP starts so too.

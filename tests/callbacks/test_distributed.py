@@ -22,7 +22,16 @@ from lightning_memsave.errors import MemoryExhaustedError
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 from tests.callbacks.lit import callback_with, loader_of, only, peak_of, rows_of
 from tests.callbacks.ranks import Notes, rank_of_this_process
-from tests.callbacks.test_strategies import SGD, SIZES, assert_near, make, raised_by, row, train
+from tests.callbacks.test_strategies import (
+    SGD,
+    SIZES,
+    assert_near,
+    batches,
+    make,
+    raised_by,
+    row,
+    train,
+)
 from tests.cases import WIDTH, BatchNormModel, Model
 from tests.out_of_memory import MESSAGE
 
@@ -176,12 +185,32 @@ def run_after_the_probe() -> Notes:
     return {"batches": batches, "raised": raised}
 
 
+UNEVEN: dict[str, Any] = {
+    "whole": {},
+    "cut": {"limit_train_batches": 2},
+    "short": {"max_steps": 2},
+}
+
+
+def run_uneven() -> Notes:
+    """One process has three batches, and the other two."""
+    notes: Notes = {}
+    for name, settings in UNEVEN.items():
+        own = batches((4, 4, 4))[rank_of_this_process() :]
+        lit = make(train_dataloader=lambda self, own=own: loader_of(own))
+        trained: list[Notes] = []
+        raised = raised_by(lambda: trained.append(train(lit, MemSaveCallback(), **settings)))
+        notes[name] = [raised, [one["steps"] for one in trained]]
+    return notes
+
+
 SCENARIOS: dict[str, Callable[[], Notes]] = {
     "bitwise": run_bitwise,
     "everything": run_everything,
     "monitor": run_monitor,
     "micro_batches": run_micro_batches,
     "after_the_probe": run_after_the_probe,
+    "uneven": run_uneven,
 }
 
 
@@ -199,6 +228,16 @@ def test_checkpointing_is_bitwise(report, name):
     for notes in (first, second):
         assert notes[f"row {name}"][0] == "on"
         assert notes[f"ours {name}"] == notes[f"plain {name}"]
+
+
+def test_processes_that_would_wait_for_each_other_are_refused_before_training(report):
+    for notes in report("uneven"):
+        (name, message), steps = notes["whole"]
+        assert name == "IncompatibleError"
+        assert "2 batches in one process, and 3 in another" in message
+        assert "`Trainer(limit_train_batches=2)`" in message
+        assert not steps
+        assert notes["cut"] == notes["short"] == [[], [2]]
 
 
 def test_after_the_probe_ddp_is_as_without_us_and_nothing_is_saved(report):

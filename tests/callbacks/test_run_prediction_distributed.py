@@ -35,11 +35,7 @@ def train(*, predict: float | bool, through_ddp: bool = False, **settings: Any) 
     lit = make_lit(model=Model(), training_step=training_step)
     lit.mean, lit.gathered = MeanMetric(dist_sync_on_step=True), []
     trace = Trace(pl)
-    # Of 8-bit updates, which need less than the gradients that are averaged: DDP's own copies of
-    # gradients are not counted on a CPU, and predicted.
-    arguments: Any = {"optimizer": "8bit"}
-    if through_ddp:
-        arguments = {"micro_batch_size": None, "optimizer": None}
+    arguments: Any = {"optimizer": None} | ({"micro_batch_size": None} if through_ddp else {})
     callback = MemSaveCallback(predict=predict, **arguments)
     strategy = {"devices": RANKS, "strategy": "ddp"}
     trainer = make_trainer(pl, callback, trace.callback, **(strategy | settings))

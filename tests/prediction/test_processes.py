@@ -1,8 +1,9 @@
-"""One process of several is predicted without the others; DDP, compared with two that train."""
+"""One process of several is predicted without the others, also in fits that two train."""
 
 import gc
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -13,21 +14,32 @@ from lightning_memsave import (
     predict_memory,
 )
 from lightning_memsave.errors import IncompatibleError
-from tests.callbacks.lit import summary_of
+from lightning_memsave.prediction.processes import first_of
+from tests.callbacks.lit import loader_of, make_trainer, summary_of
 from tests.callbacks.ranks import RANKS, Notes, make_report
-from tests.trainer.test_fsdp2 import Tied, batches, lit, off, train, without_validation
+from tests.trainer.test_fsdp2 import (
+    Biased,
+    ManyTokens,
+    Tied,
+    batches,
+    lit,
+    off,
+    train,
+    without_validation,
+)
 
 pytestmark = pytest.mark.slow
 
 BUDGET = "1350KiB"  # of 1,408 KiB
 PLANNED = ("activation_checkpointing", "optimizer_in_backward")
-# With accumulation the counter, which begins anew in each batch, does not know the buckets:
-# tests/virtual_gpu/test_ddp_prediction.py has it.
+# With accumulation the counter, which begins anew in each batch, does not know the buckets that a
+# batch alone does not touch: tests/virtual_gpu/test_ddp_prediction.py has it.
 MEASURED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "8bit": {"optimizer": "8bit"},
     "activation_checkpointing": {"activation_checkpointing": "all"},
     "micro_batch_size": {"micro_batch_size": 1},
+    "halve": {"micro_batch_size": "halve"},
 }
 
 
@@ -64,7 +76,24 @@ def of_budgets() -> Notes:
     return notes
 
 
-SCENARIOS = {"peaks": of_peaks, "budgets": of_budgets}
+SHARDED: dict[str, dict[str, Any]] = {"8bit": {"optimizer": "8bit"}, "nothing": {}}
+
+
+def of_shards() -> Notes:
+    """What a fit of FSDP2 predicts of itself, and how it trains with that and without."""
+    notes: Notes = {}
+    for name, settings in SHARDED.items():
+        for predict in (60.0, False):
+            callback = off(predict=predict, **settings)
+            found, _ = train(without_validation(Biased), callback, limit_val_batches=0)
+            notes[f"{name} {predict}"] = found
+            if predict:
+                said = callback.prediction
+                notes[name] = [callback._prediction.note, said and said.peak_bytes]
+    return notes
+
+
+SCENARIOS = {"peaks": of_peaks, "budgets": of_budgets, "shards": of_shards}
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +101,15 @@ def report(request):
     return make_report(request)
 
 
-def predicted(settings: dict[str, Any], world_size: int) -> MemoryPrediction:
+def predicted(
+    settings: dict[str, Any], world_size: int, strategy: Any = "ddp"
+) -> MemoryPrediction:
     return predict_memory(
-        without_validation(),
+        without_validation(Biased if strategy == "fsdp2" else ManyTokens),
         batches(0)[0],
         settings={"preset": "off", **settings},
         device="cpu",
-        strategy="ddp",
+        strategy=strategy,
         world_size=world_size,
     )
 
@@ -104,6 +135,27 @@ def test_ddp_holds_a_copy_of_all_gradients_in_each_process():
 def test_what_ddp_refuses_is_refused_in_a_prediction():
     with pytest.raises(IncompatibleError, match="`DDPStrategy` keeps all gradients in its buckets"):
         predicted({"optimizer_in_backward": True}, RANKS)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_fit_of_fsdp2_predicts_itself_from_before_it_is_sharded(report, name):
+    first, second = report("shards")
+    assert first[name] == ["", predicted(SHARDED[name], RANKS, "fsdp2").peak_bytes]
+    assert second[name] == ["", None]
+    for notes in (first, second):
+        assert notes[f"{name} 60.0"] == notes[f"{name} False"]
+
+
+def test_what_is_not_predicted_of_fsdp2_is_said():
+    module = without_validation(Biased)
+    why = FSDP2Strategy(tensor_parallel_size=2).obstacle(module)
+    assert why.startswith("not with `tensor_parallel_size=2`: what a process holds of a layer")
+    strategy = FSDP2Strategy()
+    assert not strategy.obstacle(module)
+    with first_of(2, "fsdp2", pl, {}) as settings:
+        trainer = make_trainer(pl, use_distributed_sampler=False, **settings)
+        trainer.fit(module, loader_of(batches(0)))
+    assert strategy.obstacle(module).startswith("there is no copy of the module")
 
 
 @pytest.mark.parametrize("reshard", [True, False])

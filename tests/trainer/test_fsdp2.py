@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -402,13 +403,15 @@ MEASURED: dict[str, dict[str, Any]] = {
 
 
 class ManyTokens(Tied):
-    """Needs most for its logits: gloo sums a copy of large gradients, which NCCL does not."""
+    """Needs most for its logits."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens.repeat(8, 1))
 
 
 class Biased(Tied):
+    """Needs most when gradients are summed: gloo copies them, which NCCL does not."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.head.bias = nn.Parameter(torch.zeros(self.head.out_features))
@@ -420,20 +423,33 @@ def without_validation(make: Any = ManyTokens, num_words: int = 3000, **methods:
     return made
 
 
+def wait_for_gloo(patch: pytest.MonkeyPatch) -> None:
+    """Let its threads drop what they have sent, which on a busy CPU may be a moment too late."""
+    names = ("all_gather_single", "all_gather_into_tensor")
+    for name in (*names, "reduce_scatter_single", "reduce_scatter_tensor"):  # torch before 2.13
+        if collective := getattr(torch.distributed, name, None):
+
+            def run(*args: Any, own: Any = collective, **kwargs: Any) -> Any:
+                result = own(*args, **kwargs)
+                time.sleep(0.02)
+                return result
+
+            patch.setattr(torch.distributed, name, run)
+
+
 def of_peaks() -> Notes:
     notes: Notes = {}
     for name, settings in MEASURED.items():
         callback = off(**settings)
         gc.collect()  # what earlier fits have left
-        train(without_validation(), callback, limit_val_batches=0)
+        with pytest.MonkeyPatch.context() as patch:
+            wait_for_gloo(patch)
+            train(without_validation(Biased), callback, limit_val_batches=0)
         notes[name] = summary_of(callback).peak_bytes
-    for name, strategy in {"ours": "memsave_fsdp2", "by hand": by_hand_strategy()}.items():
-        methods: Any = {} if name == "ours" else {"configure_model": by_hand}
-        callback = off()
-        module = without_validation(Biased, **methods)
-        train(module, callback, limit_val_batches=0, strategy=strategy)
-        notes[name] = summary_of(callback).peak_bytes
-    return notes
+    callback = off()
+    module = without_validation(Biased, configure_model=by_hand)
+    train(module, callback, limit_val_batches=0, strategy=by_hand_strategy())
+    return notes | {"by hand": summary_of(callback).peak_bytes}
 
 
 SCENARIOS = {
@@ -643,7 +659,7 @@ def test_its_own_configure_model_is_given_back(report):
         assert notes["patched"] == []
 
 
-def predicted(name: str, world_size: int, make: Any = ManyTokens) -> MemoryPrediction:
+def predicted(name: str, world_size: int, make: Any = Biased) -> MemoryPrediction:
     return predict_memory(
         without_validation(make),
         batches(0)[0],
@@ -659,16 +675,14 @@ def test_a_process_is_predicted_without_the_others(report, name):
     measured = [notes[name] for notes in report("peaks")]
     found = predicted(name, RANKS)
     assert not torch.distributed.is_initialized()
-    # At times a thread of gloo still holds what it has sent of a block when the next one is there.
-    block_bytes = sum(p.nbytes for p in Tied().blocks[0].parameters())
-    assert all(0 <= num_bytes - found.peak_bytes <= block_bytes for num_bytes in measured)
+    assert measured == RANKS * [found.peak_bytes]
     assert found.settings["fsdp2"] == f"1 of {RANKS} processes"
 
 
 def test_a_large_table_needs_fewer_copies_than_sharded_by_hand(report):
     table_bytes = Tied(num_words=3000).head.weight.nbytes
     for notes in report("peaks"):
-        assert notes["by hand"] - notes["ours"] > 1.4 * table_bytes
+        assert notes["by hand"] - notes["nothing"] > 1.4 * table_bytes
 
 
 def test_a_module_that_was_validated_in_inference_mode_trains():

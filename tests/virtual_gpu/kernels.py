@@ -19,6 +19,7 @@ from torch.library import Library, get_kernel
 
 from tests.virtual_gpu import counters
 from tests.virtual_gpu.attention import ATTENTION, Random
+from tests.virtual_gpu.sync_batch_norm import SYNC_BATCH_NORM
 
 failed: Counter[str] = Counter()
 """Operators of which only the CUDA code ran, with the reason; VGPU_STRICT=1 raises instead."""
@@ -342,6 +343,7 @@ def _special() -> dict[str, _Compute]:
         "aten::_softmax_backward_data": _softmax_backward(aten._softmax_backward_data.default),
         "aten::_fused_rms_norm_backward": _rms_norm_backward,
         **ATTENTION,
+        **SYNC_BATCH_NORM,
     }
     for name in ("native_layer_norm", "native_group_norm"):
         for each in (name, f"{name}_backward"):

@@ -52,6 +52,8 @@ from lightning_memsave.trainer.distributed import (
     average_gradients,
     broadcast_buffers,
     communicates_in_forward,
+    copies_gradients,
+    gradient_bytes,
     has_static_graph,
 )
 from lightning_memsave.trainer.hooks import (
@@ -282,6 +284,12 @@ class MicroBatchSetting(Setting):
             return False
         # A static graph is that of DDP's first pass, and cannot skip sharing in some parts.
         return self._probe.num_steps < PROBED_STEPS or has_static_graph(trainer)
+
+    def idle_bytes(self, trainer: Any) -> int:
+        """Return the size of DDP's buckets where this batch passes without it."""
+        if not (self.is_passing and self._is_apart(trainer) and copies_gradients(trainer)):
+            return 0
+        return sum(gradient_bytes(trainer.lightning_module).values())
 
     def _agree(self, trainer: Any, size: int) -> int:
         return all_reduce_min(trainer, size) if self._is_apart(trainer) else size

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _foreach_utils
 
 from lightning_memsave.core.memory import emulating_cuda
@@ -117,6 +118,15 @@ def foreach_optimizers() -> Iterator[None]:
         yield
 
 
+# torch refuses it on a CPU. It keeps what batch norm keeps, and what processes tell is small.
+def _sync_batch_norm(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    forward = _BatchNorm.forward if isinstance(input, FakeTensor) else _sync_forward
+    return forward(self, input)
+
+
+_sync_forward = nn.SyncBatchNorm.forward
+
+
 def _like_cuda(choice: Choice) -> Choice:
     def choose(
         params: list[Tensor | None], differentiable: bool, use_fused: bool = False
@@ -177,6 +187,7 @@ def cuda_kernels(
         number = num_multiprocessors or _NUM_MULTIPROCESSORS
         add_scratch(overrides, Multiprocessors(number, capability))
         undo.enter_context(foreach_optimizers())
+        undo.enter_context(replaced(nn.SyncBatchNorm, "forward", _sync_batch_norm))
         undo.enter_context(emulating_cuda())
         yield
 
