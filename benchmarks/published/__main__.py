@@ -91,7 +91,7 @@ def describe(source: Source, found: Mapping[str, Any]) -> dict[str, Any]:
         Both, for the result file.
     """
     told = ("url", "versions", "gpu", "figure", "unit", "model", "config", "config_from")
-    more = ("loop", "dtype", "has_mask", "lora", "differs")
+    more = ("loop", "dtype", "has_mask", "lora", "context", "differs")
     return {name: getattr(source, name) for name in (*told, *more)} | dict(found)
 
 

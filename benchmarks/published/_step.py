@@ -117,7 +117,9 @@ def predicted_bytes(source: Source, prediction: MemoryPrediction) -> int:
         Bytes allocated, or reserved with the CUDA context.
     """
     if source.figure == SMI:
-        return (prediction.reserved_bytes or 0) + prediction.context_bytes
+        known = source.context
+        context_bytes = prediction.context_bytes if known is None else int(known * source.unit)
+        return (prediction.reserved_bytes or 0) + context_bytes
     return prediction.allocated_bytes or 0
 
 
