@@ -122,22 +122,33 @@ def _quoted(command: str) -> str:
     return f"`{typed}`{parenthesis}{said}"
 
 
-def run_in_process(module: str, *arguments: str, limit_s: float) -> dict[str, Any]:
+def run_in_process(
+    module: str, *arguments: str, limit_s: float, packages: Path | None = None
+) -> dict[str, Any]:
     """Run a part of a benchmark in a fresh process.
 
     Args:
         module: Its name; it prints what it measured as JSON in its last line.
         arguments: Of its command line.
         limit_s: Time after which it is stopped.
+        packages: A folder of packages that it imports in place of installed ones.
 
     Returns:
         What it measured, or ``error``.
     """
+    paths = [str(packages or ""), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", module, *arguments]
     root = RESULTS.parents[1]
     try:
         done = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=limit_s, check=False
+            command,
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"error": f"stopped after {limit_s:.0f} s"}

@@ -110,6 +110,16 @@ class TestUnknown:
         assert x.long().max().item() == 1
         assert x.argmax().item() == 1
 
+    def test_a_random_number_is_in_the_middle(self, fakes):
+        """LayerDrop, as in OPT: its parts run."""
+        assert not torch.rand([]) < 0.0
+        line = here() - 1
+        assert torch.rand(()).item() >= 0.1
+        assert fakes.guesses[0] == (
+            f"test_known_values.py, line {line}: a random number was assumed to be 0.5"
+        )
+        assert len(fakes.guesses) == 2
+
     def test_everything_is_chosen(self, fakes):
         x = torch.randn(4, 5)
         mask = x > 0

@@ -149,3 +149,29 @@ def test_flash_attention_copies_what_has_not_its_heads_behind_its_tokens(is_behi
         )
 
     assert _scratch_of(backward)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "expected"),
+    [
+        ("mm", torch.empty(4, 8), []),
+        ("mm", torch.empty(8, 4).t(), []),
+        ("mm", torch.empty(4, 16)[:, :8], []),
+        ("mm", torch.empty(4, 16)[:, ::2], [128]),
+        ("mm", torch.empty(()).expand(4, 8), [128]),
+        ("bmm", torch.empty(4, 8).expand(2, 4, 8), []),
+        ("bmm", torch.empty(()).expand(2, 4, 8), [256]),
+        ("addmm", torch.empty(()).expand(4, 8), [128]),
+    ],
+)
+def test_products_copy_a_factor_without_rows_or_columns_in_order(name, factor, expected):
+    """As the gradient of a sum, which is one number in all places."""
+    function = getattr(torch, name)
+
+    def multiply() -> Any:
+        shape, strides = factor.shape, factor.stride()
+        x = torch.empty_strided(shape, strides, dtype=factor.dtype)
+        bias = [torch.zeros(3)] if name == "addmm" else []
+        return function(*bias, x, torch.zeros(*shape[:-2], shape[-1], 3))
+
+    assert [size for size in _scratch_of(multiply) if size > 0] == expected

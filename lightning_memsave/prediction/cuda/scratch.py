@@ -32,6 +32,8 @@ def add_scratch(overrides: Overrides, processors: Multiprocessors) -> None:
     overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash, _flash_copies)
     overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient)
     overrides.add_scratch("embedding_dense_backward", functools.partial(_embedding, processors))
+    for name in ("mm", "bmm", "addmm", "baddbmm"):
+        overrides.add_scratch(name, _nothing, _product_copies)
 
     def of_sum(input: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
         return reduction_scratch(input, dim, processors)
@@ -105,6 +107,27 @@ def _split_axes(
         elif size > 1:
             part.append((size, stride))
     return found
+
+
+def _nothing(*_: Any, **__: Any) -> tuple[int, ...]:
+    return ()
+
+
+# `prepare_matrix_for_cublas` in Blas.cpp copies a factor without rows or columns in order, such as
+# the expanded gradient of a sum.
+def _product_copies(*tensors: Tensor, **_: Any) -> list[int]:
+    return [_copy_bytes(factor) for factor in tensors[-2:] if not _has_order(factor)]
+
+
+def _has_order(factor: Tensor) -> bool:
+    (num_rows, num_columns), (row, column) = factor.shape[-2:], factor.stride()[-2:]
+    return (column == 1 and row >= max(1, num_columns)) or (
+        row == 1 and column >= max(1, num_rows)
+    )
+
+
+def _copy_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 # `_flash_attention_backward` in attention_backward.cu copies the output and its gradient, if heads

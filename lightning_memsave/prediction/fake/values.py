@@ -137,6 +137,7 @@ _VALUE = "_memsave_value"
 # Set on the storage of known values after an in-place change with unknown ones, through any view.
 _STALE = "_memsave_stale"
 _RANDOM = "_memsave_random"
+_DRAWN = 0.5
 _WITH_DATA = (Tensor, nn.Parameter)
 
 
@@ -145,8 +146,8 @@ class KnownValues(TorchDispatchMode):
 
     Padding masks, the number of valid labels, positions: what a model computes from token ids and
     reads in Python, or uses as a shape, has the value of the real step. Values that depend on
-    weights or random numbers are guessed (conditions are true, all elements are selected) and
-    listed in ``guesses``, as are those that depend on values marked by `mark_placeholder`.
+    weights or random numbers are guessed (conditions are true, all elements are selected, a single
+    uniform random number is 0.5) and listed in ``guesses``, as are those that depend on values marked by `mark_placeholder`.
     """
 
     supports_higher_order_operators = True
@@ -201,7 +202,10 @@ class KnownValues(TorchDispatchMode):
             args, kwargs = tree_map_only(_WITH_DATA, self._fake_of_shared, (args, kwargs))
             inputs = [*operands(args), *operands(kwargs.values())]
         is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
-        if (answer := _answer_for_finite(func, args)) is not None:
+        answer = self._draw() if func is aten.rand.default and not args[0] else None
+        if answer is None:
+            answer = _answer_for_finite(func, args)
+        if answer is not None:
             result = self._run(func, args, kwargs, is_known=False)
             with _disable_current_modes():
                 setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
@@ -220,6 +224,11 @@ class KnownValues(TorchDispatchMode):
         elif func._schema.is_mutable:
             _invalidate(func, args, kwargs)
         return result
+
+    # One number decides whether a part runs, as in LayerDrop: all parts do if it is not small.
+    def _draw(self) -> float:
+        self._guess(f"a random number was assumed to be {_DRAWN}")
+        return _DRAWN
 
     # A real tensor that the module's copy shares with the original: steps must not change it, but
     # must see their own changes.
