@@ -37,7 +37,7 @@ CODE = pickle.dumps(Touch())
 ADAM = {"step": torch.tensor(1.0), "exp_avg": torch.ones(99), "exp_avg_sq": torch.ones(99)}
 WIDE = {**ADAM, **dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(1).expand(2**20, 2**18))}
 GROUP = dict(
-    torch.optim.AdamW([torch.nn.Parameter(torch.ones(99))]).state_dict()["param_groups"][0]
+    torch.optim.AdamW([torch.ones(99, requires_grad=True)]).state_dict()["param_groups"][0]
 )
 
 
