@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_memsave.callbacks.memory_growth import MemoryGrowth
 from lightning_memsave.callbacks.memory_probes import PEAKS, CudaProbe, LiveTensorsProbe
 from lightning_memsave.callbacks.memory_summary import MemorySummary, print_summary
+from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.plot import memory_axes
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.trainer.failures import attempted, describe, say
 from lightning_memsave.trainer.hooks import CallbackBase, log_info
 from lightning_memsave.trainer.trainer import first_of, logged_step
+from lightning_memsave.units import format_bytes
 
 if TYPE_CHECKING:  # it comes with `MemSaveCallback`
     from lightning_memsave.callbacks.run_prediction import RunPrediction
@@ -71,7 +74,8 @@ class GPUMemoryMonitor(CallbackBase):
     | ``memory/host_rss_gib``       | all    | resident host memory of this process              |
     | ``memory/host_pinned_gib``    | CUDA   | page-locked host memory that torch holds          |
 
-    Retries and out-of-memory errors are counts since the process began.
+    Retries and out-of-memory errors are counts since the process began. The progress bar, if there
+    is one, shows the highest peak of this process so far as ``peak_memory``.
 
     Args:
         every_n_steps: Log at every n-th optimizer step, as Lightning counts its ``step`` for
@@ -101,6 +105,8 @@ class GPUMemoryMonitor(CallbackBase):
         self.print_summary = print_summary
         self._run: _Run | None = None
         self._summary: MemorySummary | None = None
+        self._peaks: list[tuple[int, int]] = []
+        self._undo_bar: Callable[[], None] | None = None
         # `MemSaveCallback` gives its own.
         self.run_prediction: RunPrediction | None = None
         self.host_bytes_of: Callable[[Any], int] | None = None
@@ -117,8 +123,39 @@ class GPUMemoryMonitor(CallbackBase):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run holds handles of the driver.
-        others = dict.fromkeys(("_run", "run_prediction", "host_bytes_of", "idle_bytes_of"))
+        others = dict.fromkeys(
+            ("_run", "_undo_bar", "run_prediction", "host_bytes_of", "idle_bytes_of")
+        )
         return self.__dict__ | others
+
+    def plot(self, ax: Any = None) -> tuple[Any, Any]:
+        """Plot the peaks of the last fit over its steps; needs matplotlib.
+
+        Args:
+            ax: Axes of matplotlib to plot on, such as those of another fit; ``None`` for a new
+                figure.
+
+        Returns:
+            The figure and its axes.
+
+        Raises:
+            ConfigurationError: If no step was measured, or ``ax`` is something else.
+            MissingDependencyError: If matplotlib is not installed.
+        """
+        if not self._peaks:
+            raise ConfigurationError(
+                "`GPUMemoryMonitor.plot()`: this monitor has not measured a step yet. Call it "
+                "after `trainer.fit(...)`; of several monitors, that of the first one."
+            )
+        fig, ax = memory_axes(type(self).__name__, ax)
+        ax.plot(*zip(*self._peaks, strict=True), marker=".", label="measured peak")
+        prediction = None if self._summary is None else self._summary.prediction
+        if prediction is not None:
+            ax.axhline(prediction.measurable_bytes, ls="--", c="gray", label="predicted peak")
+        ax.set_xlabel("step")
+        ax.set_ylim(bottom=0)
+        ax.legend()
+        return fig, ax
 
     def compare(
         self,
@@ -141,6 +178,7 @@ class GPUMemoryMonitor(CallbackBase):
         if stage == "fit":
             self._close()
             self._summary = self.run_prediction = self.host_bytes_of = self.idle_bytes_of = None
+            self._peaks = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure, unless another monitor of this Trainer does."""
@@ -152,7 +190,10 @@ class GPUMemoryMonitor(CallbackBase):
         is_cuda = device.type == "cuda"
         probe = CudaProbe(device) if is_cuda else LiveTensorsProbe(device, pl_module)
         self._run = _Run(probe, time.perf_counter())
+        self._peaks = probe.peaks
         _say_notes(trainer, self._run)
+        if trainer.progress_bar_callback is not None:
+            self._undo_bar = patch_method(trainer.progress_bar_callback, get_metrics)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -268,11 +309,23 @@ class GPUMemoryMonitor(CallbackBase):
         run, self._run = self._run, None
         if run is not None:
             run.probe.close()
+        if self._undo_bar is not None:
+            self._undo_bar()
+            self._undo_bar = None
 
     def _print(self, trainer: Any) -> None:
         if self.print_summary and trainer.is_global_zero and self._summary is not None:
             with attempted(trainer, "The memory of this fit cannot be printed to standard output"):
                 print_summary(self._summary)
+
+
+# In place of the progress bar's, or of a project's own.
+def get_metrics(bar: Any, trainer: Any, pl_module: Any) -> Any:
+    shown = previous_method(bar, "get_metrics")(trainer, pl_module)
+    run = getattr(first_of(trainer, GPUMemoryMonitor), "_run", None)
+    if run is not None and run.probe.highest.peak_bytes is not None:
+        shown["peak_memory"] = format_bytes(run.probe.highest.peak_bytes)
+    return shown
 
 
 # What can be read may change in the middle, such as a driver that is lost.

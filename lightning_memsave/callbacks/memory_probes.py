@@ -19,6 +19,7 @@ PEAKS = ("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_l
 
 # In the first step the optimizer makes its state, the second is like all that follow.
 _NUM_EARLY_STEPS = 2
+_MAX_PEAKS = 10_000
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Probe:
         self.device = device
         self.highest = PeakReadings()
         self.notes: list[str] = []
+        # Number of the step, and the peak since the last reading.
+        self.peaks: list[tuple[int, int]] = []
         self.idle_bytes = 0
         """Of this batch, in memory that is there and that no operator shows: DDP's buckets."""
         self._num_steps = 0
@@ -73,6 +76,12 @@ class Probe:
         self.highest.had_larger_batches = largest is not None
         self._largest_batch_bytes = num_bytes
         return True
+
+    def note_peak(self, peak_bytes: int) -> None:
+        if len(self.peaks) == _MAX_PEAKS:  # the higher one of each two
+            pairs = zip(self.peaks[::2], self.peaks[1::2], strict=True)
+            self.peaks[:] = [max(pair, key=lambda peak: peak[1]) for pair in pairs]
+        self.peaks.append((self._num_steps, peak_bytes))
 
     # Only an allocator measures by itself between batches.
     def end_batch(self) -> None: ...
@@ -142,6 +151,7 @@ class CudaProbe(Probe):
         if reading is not None:
             peaks = (reading.peak_allocated_bytes, reading.peak_reserved_bytes)
             self.highest.raise_to(peak_bytes=peaks[0], reserved_bytes=peaks[1])
+            self.note_peak(peaks[0])
 
     def _read_nvml(self) -> NvmlReading:
         nvml = self._nvml.read(None if self._reading is None else self._reading.reserved_bytes)
@@ -217,6 +227,7 @@ class LiveTensorsProbe(Probe):
         peak = self._step_peak
         if peak is None:
             return
+        self.note_peak(peak.total_bytes)
         self.highest.num_counted_steps = (self.highest.num_counted_steps or 0) + 1
         if peak.total_bytes > (self.highest.peak_bytes or 0):
             self.highest.peak_bytes = peak.total_bytes

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memsave.core.files import replacing
+from lightning_memsave.core.names import without_controls
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import format_bytes
 
@@ -59,9 +60,10 @@ def run(arguments: argparse.Namespace) -> None:
     _check_output(output, arguments.force)  # it has taken a while
     write_checkpoint(converted, output, mode_of=source)
     for i, change in enumerate(changes):
-        print(f"optimizer {i}: {'' if change.is_converted else 'not converted: '}{change.text}")
+        text = f"{'' if change.is_converted else 'not converted: '}{change.text}"
+        print(f"optimizer {i}: {without_controls(text)}")
     before, after = (format_bytes(path.stat().st_size) for path in (source, output))
-    print(f"{output} ({before} -> {after})")
+    print(f"{without_controls(str(output))} ({before} -> {after})")
 
 
 def _check_output(output: Path, may_overwrite: bool) -> None:
@@ -69,7 +71,7 @@ def _check_output(output: Path, may_overwrite: bool) -> None:
         raise ConfigurationError(f"The folder `{output.parent}` does not exist. Create it first.")
     if output.is_dir():
         raise ConfigurationError(f"`{output}` is a folder. Pass the name of a file in it.")
-    if output.exists() and not may_overwrite:
+    if (output.exists() or output.is_symlink()) and not may_overwrite:
         raise ConfigurationError(f"`{output}` exists. Pass --force, or another --output.")
 
 
@@ -81,9 +83,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"`{path}` is a folder: sharded checkpoints of FSDP and DeepSpeed are not converted. "
             "Save a full one: `FSDPStrategy(state_dict_type='full')`."
         )
-    if not path.exists():
+    if not path.is_file():
+        why = "is not a regular file" if path.exists() else "does not exist"
         raise ConfigurationError(
-            f"`{path}` does not exist. Give a file that `ModelCheckpoint` or "
+            f"`{path}` {why}. Give a file that `ModelCheckpoint` or "
             "`trainer.save_checkpoint` has written."
         )
     checkpoint = load_without_code(

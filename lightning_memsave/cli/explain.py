@@ -18,6 +18,7 @@ from lightning_memsave.cli.arguments import (
     running_code_of,
     show_notes,
 )
+from lightning_memsave.core.names import without_controls
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import MIB
 
@@ -75,7 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target is not None:
         return _explain_model(arguments, diagnosis)
     assert diagnosis is not None, "there is a message"
-    print(json.dumps(diagnosis.to_dict(), indent=2) if arguments.json else diagnosis)
+    if arguments.json:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        print(without_controls(str(diagnosis)))
     return 0
 
 
@@ -147,7 +151,7 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
         print(json.dumps(found, indent=2))
     else:
         if diagnosis is not None:
-            print(diagnosis, end="\n\n")
+            print(without_controls(str(diagnosis)), end="\n\n")
         show(explanation)
         shown = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in notes]
         show_notes(shown)

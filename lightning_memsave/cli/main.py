@@ -9,6 +9,7 @@ from typing import Any
 import lightning_memsave
 from lightning_memsave.cli import compare, convert, doctor, env, explain, plan, predict
 from lightning_memsave.cli.arguments import StepError, as_typed
+from lightning_memsave.core.names import without_controls
 from lightning_memsave.errors import MemsaveError
 
 # Each has SUMMARY, EXAMPLES, `add_arguments` and `run`, and imports torch only in the last.
@@ -48,7 +49,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _failed(arguments: argparse.Namespace, error: Exception, status: int) -> int:
-    print(f"memsave {arguments.command}: {as_typed(str(error), arguments)}", file=sys.stderr)
+    said = without_controls(as_typed(str(error), arguments))
+    print(f"memsave {arguments.command}: {said}", file=sys.stderr)
     return status
 
 

@@ -1,4 +1,4 @@
-"""Names of modules and dtypes, and suggestions for misspelled names."""
+"""Names of modules and dtypes, what a terminal obeys in them, suggestions for misspelled ones."""
 
 import difflib
 import re
@@ -20,6 +20,7 @@ SAFETENSORS_DTYPES = {
 }
 """torch's dtype names by those of safetensors headers."""
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -42,3 +43,13 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", cutoff: f
     """
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     return f"Did you mean {' or '.join(f'`{prefix}{n}`' for n in near)}? " if near else ""
+
+
+def without_controls(text: str) -> str:
+    r"""Escape what a terminal would obey in a name from a file.
+
+    Example:
+        >>> print(without_controls("red: \x1b[31m"))
+        red: \x1b[31m
+    """
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -2,12 +2,25 @@
 
 import io
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
+from lightning_memsave.core.names import without_controls
+
 _WIDTH = 110
+
+
+@dataclass(frozen=True)
+class _WithoutControls:
+    shown: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.shown, options):
+            yield Segment(text if control else without_controls(text), style, control)
 
 
 def as_plain_text(*shown: RenderableType) -> str:
@@ -24,9 +37,9 @@ def as_plain_text(*shown: RenderableType) -> str:
 def print_to(console: Console, plain: str, *shown: RenderableType) -> None:
     """Print in colour to a terminal; to a file or pipe a text, whose lines rich would wrap."""
     if console.is_terminal:
-        console.print(*shown, sep="\n")
+        console.print(*map(_WithoutControls, shown), sep="\n")
     else:
-        console.file.write(f"{plain}\n")
+        console.file.write(f"{without_controls(plain)}\n")
         console.file.flush()
 
 

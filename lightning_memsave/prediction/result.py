@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
+from lightning_memsave.core.plot import memory_axes
 from lightning_memsave.prediction.cuda.allocator import AllocatorSettings
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.snapshot import StepTrace
@@ -286,6 +287,30 @@ class MemoryPrediction(JupyterMixin):
             ConfigurationError: If the prediction was read from JSON.
         """
         return self.trace.to_snapshot()
+
+    def plot(self, ax: Any = None) -> tuple[Any, Any]:
+        """Plot live bytes by category over the step with the peak; needs matplotlib.
+
+        Args:
+            ax: Axes of matplotlib to plot on; ``None`` for a new figure.
+
+        Returns:
+            The figure and its axes.
+
+        Raises:
+            ConfigurationError: If ``ax`` is something else.
+            MissingDependencyError: If matplotlib is not installed.
+        """
+        fig, ax = memory_axes(type(self).__name__, ax)
+        shown = {name: sizes for name, sizes in self.timeline.by_category.items() if any(sizes)}
+        phases = self.timeline.phases
+        labels = [name.replace("_", " ") for name in shown]
+        ax.stackplot(range(len(phases)), *shown.values(), labels=labels)
+        starts = [phases.index(phase) for phase in PHASES if phase in phases]
+        ax.set_xticks(starts, [phases[start] for start in starts])
+        ax.set_title(f"{self.model}: peak {format_bytes(self.peak_bytes)} in {self.peak_phase}")
+        ax.legend()
+        return fig, ax
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:

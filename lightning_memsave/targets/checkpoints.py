@@ -1,7 +1,9 @@
 """Read names, shapes and hyper-parameters from checkpoints, without running code in them."""
 
+import contextlib
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.core.names import SAFETENSORS_DTYPES
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.units import format_bytes
 
 _PLACES = ("state_dict", "model_state_dict", "model", "module")
 
@@ -52,22 +55,33 @@ def load_without_code(
     path: Path, *, if_code: str, if_unreadable: str, map_location: str | None = None
 ) -> Any:
     try:
+        _refuse_zip_bomb(path)
         return torch.load(path, map_location=map_location, weights_only=True)
     # Other files raise exceptions of any class.
     except Exception as error:
         code = re.search(r"GLOBAL (\S+)", str(error))
-        if code is not None and isinstance(error, pickle.UnpicklingError):
+        is_pickle = isinstance(error, pickle.UnpicklingError)
+        if code is not None and is_pickle:
             raise ConfigurationError(
                 f"`{path}` was not loaded: it has an object of `{code[1]}`, and loading that could "
                 f"run code. {if_code}"
             ) from error
-        reason = str(error).strip().splitlines()
+        # What torch adds to the reason is how to run the code.
+        reason = str(error).partition(" In PyTorch")[0].strip().splitlines()
         # For other files, the message of pickle may be a single byte.
-        is_readable = bool(reason) and " " in reason[0]
+        is_readable = bool(reason) and " " in reason[0] and not is_pickle
         why = f" ({reason[0].rstrip('.')})" if is_readable else ": it is not a file of torch"
         raise ConfigurationError(
             f"`{path}` cannot be read by torch{why}. {if_unreadable}"
         ) from error
+
+
+# `torch.save` compresses nothing.
+def _refuse_zip_bomb(path: Path) -> None:
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as file:
+        num_bytes = sum(part.file_size for part in file.infolist())
+        if num_bytes > path.stat().st_size:
+            raise ValueError(f"it would unpack to {format_bytes(num_bytes)}, as a zip bomb does")
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ def read_saved(path: str | os.PathLike[str]) -> SavedPrediction | None:
         return None
     try:
         return as_saved(json.loads(file.read_text(encoding="utf-8")), text)
-    except ValueError as error:  # also what is no text at all
+    except (ValueError, RecursionError) as error:  # also what is no text at all
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(
@@ -64,12 +64,34 @@ def _section(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _prediction(found: Mapping[str, Any], name: str) -> MemoryPrediction:
     try:
-        return MemoryPrediction.from_dict(found)
+        prediction = MemoryPrediction.from_dict(found)
+        if wrong := next(_wrong_values(prediction.to_dict()), ""):
+            raise TypeError(wrong)
+        return prediction
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"`{name}` is an incomplete prediction ({error}). Write it again with "
             "`memsave predict --json`, or `MemoryPrediction.to_dict()`."
         ) from error
+
+
+_TEXTS = ("device", "model", "name", "class_name", "module", "op", "phase")
+_MAPPINGS = ("settings", "ineffective")
+
+
+# JSON may have anything where a size or a name is expected.
+def _wrong_values(found: Any, name: str = "") -> Iterator[str]:
+    is_size = name.endswith(("_bytes", "num_parameters", "by_category"))
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _wrong_values(value, name if is_size else key)
+    elif isinstance(found, list):
+        for value in found:
+            yield from _wrong_values(value, name)
+    elif is_size and found is not None and not (type(found) is int and 0 <= found < 2**63):
+        yield f"{name} is {str(found)[:20]!r}, not a size"
+    elif (name in _TEXTS and not isinstance(found, str)) or name in _MAPPINGS:
+        yield f"{name} is {str(found)[:20]!r}"
 
 
 Comparable: TypeAlias = (

@@ -58,6 +58,8 @@ def load_target(
         _refuse(text, "code", model=model, task=task)
         factory = find_factory(text)
         return Target(text, "factory", maker_of(text, factory, arguments))
+    if path.exists():
+        raise ConfigurationError(f"`{text}` is not a regular file. {_FORMS}")
     raise ConfigurationError(f"`{text}` does not exist. {_suggest(path)}{_FORMS}")
 
 

@@ -111,12 +111,25 @@ def _classes(config: Any, task: str) -> tuple[Any, ...]:
 def _read_json(path: Path) -> Any:
     path = path / "config.json" if path.is_dir() else path
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=_without_kernels)
+    except ConfigurationError:
+        raise
+    except (ValueError, RecursionError, OSError) as error:
         raise ConfigurationError(
             f"`{path}` cannot be read as JSON ({error}). Pass a config.json written by "
             "`config.save_pretrained`."
         ) from error
+
+
+# With the package `kernels`, transformers would download and run them.
+def _without_kernels(found: dict[str, Any]) -> dict[str, Any]:
+    for key, value in found.items():
+        if key.endswith("attn_implementation") and "/" in str(value):
+            raise ConfigurationError(
+                f"`{key}` names {value!r}, code on the Hub, which is not run. Remove it from the "
+                "config, or name the code that you trust: `module:Class`."
+            )
+    return found
 
 
 def _check_model_type(source: str, found: Any) -> None:
@@ -127,10 +140,10 @@ def _check_model_type(source: str, found: Any) -> None:
             f"`{source}` has no `model_type`, so it is not a Hugging Face config. Pass one written "
             "by `config.save_pretrained`, or name the code: `module:Class`."
         )
-    kind = found["model_type"]
+    kind = str(found["model_type"])
     if kind in CONFIG_MAPPING:
         return
-    options = did_you_mean(str(kind), CONFIG_MAPPING.keys())
+    options = did_you_mean(kind, CONFIG_MAPPING.keys())
     own = "It has its own code, which is not run. " if "auto_map" in found else ""
     raise ConfigurationError(
         f"`{source}` has `model_type={kind!r}`, which this version of transformers does not have. "

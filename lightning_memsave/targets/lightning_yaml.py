@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.user_code import build_module, explained
@@ -116,6 +117,11 @@ def _make_optimizer(module: nn.Module, path: str, optimizer: dict[str, Any]) -> 
         # LightningCLI accepts names without a package for torch's own optimizers.
         where, _, name = optimizer["class_path"].rpartition(".")
         cls = getattr(importlib.import_module(where or "torch.optim"), name)
+        if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+            raise ConfigurationError(
+                f"`optimizer` of `{path}` is {where}.{name}, which is not a class of optimizers. "
+                "Write for example `class_path: torch.optim.AdamW`."
+            )
         return cls(module.parameters(), **(optimizer.get("init_args") or {}))
 
 
@@ -154,10 +160,27 @@ _Loader.add_implicit_resolver(
 )
 
 
+_MAX_VALUES = 100_000
+
+
+# Aliases written out, as every reader of the values does: nine lines can stand for a billion.
+def _num_values(found: Any, known: dict[int, int]) -> int:
+    if not isinstance(found, dict | list):
+        return 1
+    if id(found) not in known:
+        known[id(found)] = _MAX_VALUES + 1  # for what contains itself
+        parts = found.values() if isinstance(found, dict) else found
+        known[id(found)] = 1 + sum(_num_values(part, known) for part in parts)
+    return known[id(found)]
+
+
 def _load(path: Path) -> Any:
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        if _num_values(found, {}) > _MAX_VALUES:
+            raise ValueError(f"with its aliases written out it has over {_MAX_VALUES:,} values")
+        return found
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         said = " ".join(str(error).split())
         raise ConfigurationError(
             f"`{path}` cannot be read as YAML ({said}). Write it as "

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import pickle
 import re
+import sys
 from csv import DictReader
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +16,24 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
+from matplotlib import pyplot
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave.callbacks import memory_probes as _memory_probes
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, batch_size_of
-from lightning_memsave.callbacks.memory_probes import CudaProbe
+from lightning_memsave.callbacks.memory_probes import CudaProbe, Probe
 from lightning_memsave.callbacks.memory_summary import MemorySummary, print_summary
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.errors import ConfigurationError, MissingDependencyError
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.trainer.distributed import reduce_over_ranks
-from lightning_memsave.units import GIB
+from lightning_memsave.units import GIB, format_bytes
 from tests.callbacks import lit
 from tests.callbacks.lit import no_step
 
@@ -521,6 +526,57 @@ def test_summary_on_a_terminal_is_a_table():
     for shown in ("3.00 GiB", "4 (2.00 per second)", "[why]", "[/]", "─"):
         assert shown in text
     assert "buffer" not in text
+
+
+def test_plot_shows_the_peaks_of_the_steps_and_the_prediction(package):
+    monitor = GPUMemoryMonitor(2)
+    with pytest.raises(ConfigurationError, match=r"Call it after `trainer\.fit"):
+        monitor.plot()
+    fit(package, MemSaveCallback(preset="off", report=False), monitor)
+    fig, ax = monitor.plot()
+    measured, predicted = ax.get_lines()
+    steps, peaks = measured.get_data()
+    assert [*steps] == [1, 2, 4, 6, 8, 10]
+    assert max(peaks) == monitor.summary.peak_bytes
+    assert {*predicted.get_ydata()} == {monitor.summary.prediction.measurable_bytes}
+    assert monitor.plot(ax) == (fig, ax)
+    pyplot.close(fig)
+
+
+def test_peaks_of_long_fits_are_thinned_out():
+    probe = Probe(torch.device("cpu"))
+    for peak_bytes in range(_memory_probes._MAX_PEAKS):
+        probe.note_peak(peak_bytes)
+    probe.note_peak(7)
+    assert len(probe.peaks) == _memory_probes._MAX_PEAKS // 2 + 1
+    assert [peak for _, peak in (*probe.peaks[:2], *probe.peaks[-2:])] == [1, 3, 9999, 7]
+
+
+def test_plot_without_matplotlib_says_what_to_install(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monitor = GPUMemoryMonitor()
+    fit(package, monitor, max_steps=1)
+    prediction = MemoryPrediction("cpu", "Net", MemoryBreakdown(4), {})
+    for plot in (monitor.plot, prediction.plot):
+        with pytest.raises(MissingDependencyError, match="Run `pip install matplotlib`"):
+            plot()
+
+
+def test_the_progress_bar_shows_the_peak_beside_the_loss(package, capsys):
+    bars = importlib.import_module(f"{package.__name__}.callbacks")
+
+    class Bar(bars.TQDMProgressBar):  # type: ignore[misc, name-defined]
+        def get_metrics(self, trainer, pl_module):
+            return {**super().get_metrics(trainer, pl_module), "mine": 3}
+
+    bar, monitor = Bar(), GPUMemoryMonitor()
+    module = make_module(package)
+    module.log = functools.partial(module.log, prog_bar=True)
+    trainer = fit(package, monitor, bar, module=module, enable_progress_bar=True)
+    peak = format_bytes(monitor.summary.peak_bytes)
+    assert re.search(rf"10/10 .*loss=\S+, mine=3, peak_memory={peak}\]", capsys.readouterr().out)
+    assert trainer.callback_metrics.keys() == {"loss"}
+    assert "get_metrics" not in vars(bar)
 
 
 def test_print_repr_and_a_notebook_show_a_summary_in_a_few_lines():

@@ -137,6 +137,11 @@ class TestOutput:
         assert Path("out.ckpt").read_text() == "precious"
         assert sorted(path.name for path in Path.cwd().iterdir()) == ["last.ckpt", "out.ckpt"]
 
+    def test_a_link_to_nowhere_is_not_written_through(self, capsys):
+        Path("last-8bit.ckpt").symlink_to("elsewhere")
+        assert main(["convert", "last.ckpt", "--to", "8bit"]) == 1
+        assert "`last-8bit.ckpt` exists. Pass --force" in capsys.readouterr().err
+
     def test_permissions_are_those_of_the_checkpoint(self):
         save(PACKAGES["lightning"], low_bit())
         Path("last.ckpt").chmod(0o640)

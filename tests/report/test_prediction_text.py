@@ -4,12 +4,20 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from matplotlib import pyplot
 from rich.console import Console
 
+from lightning_memsave import ConfigurationError, predict_memory
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
-from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
+from lightning_memsave.prediction.result import (
+    PHASES,
+    MemoryPrediction,
+    ModuleMemory,
+    TensorMemory,
+)
 from lightning_memsave.report.text import rich_prediction, show, variants_table
 from lightning_memsave.report.tree import module_tree
 from lightning_memsave.units import GIB, MIB
@@ -151,6 +159,20 @@ class TestReading:
         shown = make_prediction()._repr_mimebundle_((), ())
         assert "21.00 MiB for a training step" in shown["text/html"]
         assert "activation" in shown["text/plain"]
+
+    def test_plot_stacks_the_categories_over_the_step(self):
+        prediction = predict_memory(torch.nn.Linear(8, 4), torch.ones(2, 8), device="cpu")
+        fig, own = pyplot.subplots()
+        assert prediction.plot(own) == (fig, own)
+        texts = [text.get_text() for text in own.get_legend().get_texts()]
+        assert texts[0] == "parameter"
+        assert "optimizer state" in texts
+        highest = max(path.vertices[:, 1].max() for c in own.collections for path in c.get_paths())
+        assert highest == prediction.peak_bytes
+        assert [tick.get_text() for tick in own.get_xticklabels()] == [*PHASES]
+        pyplot.close(fig)
+        with pytest.raises(ConfigurationError, match=r"Write for example `fig, ax = plt\.sub"):
+            prediction.plot("x")
 
 
 class TestFit:

@@ -74,6 +74,8 @@ def _check_state(where: str, flat: Mapping[str, Any], param: torch.Tensor) -> No
         if moment is None and key == "momentum_buffer":  # SGD's before its first step
             continue
         _check_shape(where, key, moment, param)
+        if 0 in moment.stride() and moment.numel() > 1:
+            raise _malformed(f"{where}: `{key}` repeats one value to any size")
         if moment.dtype is torch.uint8:
             _check_scales(where, key[-1], flat, moment)
         elif not moment.is_floating_point():
