@@ -381,6 +381,7 @@ CASES: dict[str, Case] = {
         variants=(
             Offloading(),
             Offloading("parameters+activations", min_bytes=1),
+            Offloading("parameters", resident="50%"),
         )
     ),
     LowPrecisionWeights.name: Case(

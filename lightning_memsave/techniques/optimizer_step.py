@@ -351,20 +351,20 @@ def allocate_state(optimizer: Optimizer) -> None:
         stateless = [
             p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)
         ]
-        if not stateless:
-            continue
-        is_on_host = is_host(stateless[0].untyped_storage())
-        try:
-            with on_host() if is_on_host else contextlib.nullcontext():
-                _allocate(optimizer, index, group, stateless)
-                for owner in owners_of(optimizer):
-                    for param in stateless:
-                        owner.allocate(optimizer, param)
-        except BaseException:
-            # Optimizers would not complete a partial state.
-            for param in stateless:
-                optimizer.state.pop(param, None)
-            raise
+        homes = {id(p): is_host(p.untyped_storage()) for p in stateless}
+        for is_on_host in set(homes.values()):
+            own = [param for param in stateless if homes[id(param)] is is_on_host]
+            try:
+                with on_host() if is_on_host else contextlib.nullcontext():
+                    _allocate(optimizer, index, group, own)
+                    for owner in owners_of(optimizer):
+                        for param in own:
+                            owner.allocate(optimizer, param)
+            except BaseException:
+                # Optimizers would not complete a partial state.
+                for param in own:
+                    optimizer.state.pop(param, None)
+                raise
 
 
 # torch makes the count of steps on the default device, which may be a GPU.
@@ -379,22 +379,25 @@ def _allocate(
     optimizer: Optimizer, index: int, group: dict[str, Any], stateless: list[torch.Tensor]
 ) -> None:
     if is_low_bit(optimizer):
-        _allocate_low_bit(optimizer, index, group)
+        _allocate_low_bit(optimizer, index, group, stateless)
     elif type(optimizer) is torch.optim.SGD:
         _allocate_momentum(optimizer, group, stateless)
     elif type(optimizer) is torch.optim.Adafactor:
         # Its state has the type of the gradient, which is float32 where weights are rounded.
         if all(param.dtype is torch.float32 for param in stateless):
-            _initialize(optimizer, group)
+            _initialize(optimizer, group, stateless)
     elif type(optimizer).__module__.startswith("torch.optim."):
-        _initialize(optimizer, group)
+        _initialize(optimizer, group, stateless)
 
 
-def _allocate_low_bit(optimizer: Any, index: int, group: dict[str, Any]) -> None:
+def _allocate_low_bit(
+    optimizer: Any, index: int, group: dict[str, Any], stateless: list[torch.Tensor]
+) -> None:
+    own = {id(param) for param in stateless}
     for param_index, param in enumerate(group["params"]):
         # Of a weight in two halves on the host, bitsandbytes would make a whole one.
         has_memory = param.untyped_storage().nbytes() >= param.nbytes
-        if param.grad is not None and not optimizer.state[param] and has_memory:
+        if id(param) in own and has_memory:
             optimizer.init_state(group, param, index, param_index)
 
 
@@ -410,12 +413,13 @@ def _allocate_momentum(
 
 
 # torch's optimizers call `_init_group` at the beginning of each step, with lists to fill.
-def _initialize(optimizer: Any, group: dict[str, Any]) -> None:
+def _initialize(optimizer: Any, group: dict[str, Any], stateless: list[torch.Tensor]) -> None:
     initialize = getattr(optimizer, "_init_group", None)
     if initialize is None:
         return
     parameters = list(inspect.signature(initialize).parameters.values())[1:]
-    initialize(group, *([] for p in parameters if p.default is inspect.Parameter.empty))
+    own = {**group, "params": stateless}
+    initialize(own, *([] for p in parameters if p.default is inspect.Parameter.empty))
 
 
 # Their fused kernels run on a CPU, too, where they are several times as fast.

@@ -2,8 +2,7 @@
 
 import functools
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self, cast
 
@@ -36,6 +35,14 @@ from lightning_memsave.techniques.offloading.host_updates import (
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.module_hooks import move_with, tell_device
 from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.offloading.weights import (
+    choose_weights,
+    first_blocks,
+    is_number_of_blocks,
+    is_plain,
+    problems_of_number,
+    problems_of_trained,
+)
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import allocates_all_state, in_backward_of
 from lightning_memsave.techniques.residences import residence_among, residence_of
@@ -90,6 +97,11 @@ class Offloading(Technique[nn.Module]):
         num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
             that of the block that computes, and those that it needs next. 1 lets each block wait
             for its weights.
+        resident: How many blocks stay on the device, the last ones of the model, whose weights
+            backward needs first: a number, or a share such as ``"60%"``, rounded down. Their
+            weights, gradients and state are ordinary ones, updated on the device. With AdamW in
+            float32, each of their parameters needs 16 bytes there and none on the host, and saves
+            an update on the host, two copies of the weight per step and one of the gradient.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
@@ -145,6 +157,7 @@ class Offloading(Technique[nn.Module]):
     min_bytes: int = 2**20
     min_table_bytes: int = 2**26
     num_blocks_on_device: int = 2
+    resident: int | str = 0
     num_threads: int | None = None
     bytes_per_parameter: int = 16
     bytes_per_gradient: int = 0
@@ -164,6 +177,13 @@ class Offloading(Technique[nn.Module]):
             if (value := getattr(self, name)) is not None
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
+        if not is_number_of_blocks(self.resident):
+            what, fix = f"`resident={self.resident!r}`", 'Use a number such as 4, or "60%".'
+            problems.append(Problem(what, "it is neither a number of blocks nor a share", fix))
+        elif self.resident != 0 and not self._kinds & _OF_WEIGHTS:
+            why = f"with `{self.argument}={self.what!r}` the weights of blocks stay on the device"
+            fix = 'Use `Offloading("parameters", ...)`, or leave it out.'
+            problems.append(Problem(f"`resident={self.resident!r}`", why, fix))
         try:
             host_budget_bytes(self.host_budget)
         except ValueError:
@@ -213,6 +233,11 @@ class Offloading(Technique[nn.Module]):
             why = "processes of DDP cannot share tables whose rows wait on the host"
             fix = f'Use `{self.argument}="{kinds or "parameters"}"`.'
             problems.append(Problem(written, why, fix))
+        if self.resident != 0:
+            why = "processes of DDP share all weights or none, and those of resident blocks are "
+            why += "on each GPU"
+            fix = f"Leave it out, or set `{self.argument}=None`."
+            problems.append(Problem(f"`resident={self.resident!r}`", why, fix))
         if not hasattr(os, "memfd_create"):
             why = "processes of DDP share weights in memory that only Linux has"
             fix = f'Use `{self.argument}="activations"`, or train in one process.'
@@ -230,6 +255,7 @@ class Offloading(Technique[nn.Module]):
         updated = in_backward_of(target.parameters()) if self.has_weights else ()
         problems += [Problem(f"`{type(one).__name__}`", why, fix) for one, _ in updated]
         problems += self.problems_of_compiled(compiled_in(target.named_modules()))
+        problems += problems_of_number(find_blocks(target, self.blocks), self.resident)
         needed, limit = self.host_bytes(target)
         if needed > limit:
             why = f"`host_budget` is {format_bytes(int(limit))}"
@@ -274,7 +300,7 @@ class Offloading(Technique[nn.Module]):
         is_streamed = "parameters" in self._kinds
         if params or tables:
             num_on_device = self.num_blocks_on_device if is_streamed else None
-            own_blocks = blocks if params else []
+            own_blocks = first_blocks(blocks, self.resident) if params else []
             residence = Residence(
                 target,
                 own_blocks,
@@ -293,7 +319,9 @@ class Offloading(Technique[nn.Module]):
                 *move_with(target, residence),
                 *look_up_on_host(target, residence),
             ]
-            changes += self._changes_of(params, len(blocks))
+            changes += self._changes_of(params, len(own_blocks))
+        if num_resident := len(blocks) - len(first_blocks(blocks, self.resident)):
+            skipped.append(f"the last {num_resident} of {len(blocks)} blocks stay on the device")
         if self._kinds & _OF_WEIGHTS and (left or not params):
             skipped.append(f"weights on the device: {left or 'none is trained'}")
         if "activations" in self._kinds and blocks:
@@ -312,7 +340,7 @@ class Offloading(Technique[nn.Module]):
     ) -> None:
         problems = [p for weight in tables for p in table_problems(model, weight)]
         if self.processes is not None:
-            problems += _problems_of_trained(model, params)
+            problems += problems_of_trained(model, params)
         if problems:
             raise IncompatibleError(self.name, problems)
 
@@ -337,9 +365,8 @@ class Offloading(Technique[nn.Module]):
         """Return the parameters to offload, and a text about the others."""
         if not self._kinds & _OF_WEIGHTS:
             return [], ""
-        is_streamed = "parameters" in self._kinds
-        in_blocks = {p for block in blocks for p in block.module.parameters() if is_streamed}
-        return _chosen(model, in_blocks, set(tables))
+        on_host, is_streamed = first_blocks(blocks, self.resident), "parameters" in self._kinds
+        return choose_weights(model, blocks, on_host, tables, is_streamed=is_streamed)
 
     def _tables(self, model: nn.Module) -> list[nn.Parameter]:
         if "embeddings" not in self._kinds:
@@ -350,7 +377,7 @@ class Offloading(Technique[nn.Module]):
             for param in model.parameters()
             if id(param) in looked_up
             and param.requires_grad
-            and _is_plain(param)
+            and is_plain(param)
             and param.nbytes >= self.min_table_bytes
         ]
 
@@ -425,57 +452,6 @@ def _couples(optimizer: Optimizer, residence: Residence) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu
 
 
-# What stays on the device would need DDP beside this.
-def _problems_of_trained(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Problem]:
-    chosen = {id(param) for param in params}
-    left = [
-        f"`{name}`"
-        for name, param in model.named_parameters()
-        if param.requires_grad and id(param) not in chosen
-    ]
-    if not left:
-        return []
-    why = "it is trained and cannot be offloaded, and processes of DDP share all or nothing"
-    fix = 'Use dense gradients and ordinary parameters, or `offload="activations"`.'
-    return [Problem(", ".join(left), why, fix)]
-
-
 def _is_valid(what: object) -> bool:
     names = what.split("+") if isinstance(what, str) else []
     return what is True or (bool(names) and all(name in KINDS for name in names))
-
-
-# Those in blocks are streamed even if they are frozen.
-def _chosen(
-    model: nn.Module, in_blocks: Set[nn.Parameter], tables: Set[nn.Parameter]
-) -> tuple[list[nn.Parameter], str]:
-    sparse = {
-        param
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        for param in module.parameters(recurse=False)
-    }
-    plain = [p for p in model.parameters() if _is_plain(p)]
-    sharing = Counter(param.untyped_storage()._cdata for param in plain)
-
-    def reason(param: nn.Parameter) -> str:
-        if not param.requires_grad and param not in in_blocks:
-            return "frozen"
-        if param in tables:
-            return "looked up on the host"
-        if not _is_plain(param):
-            return "of a special class"
-        if param in sparse:
-            return "with sparse gradients"
-        return "with shared memory" if sharing[param.untyped_storage()._cdata] > 1 else ""
-
-    reasons = {param: reason(param) for param in model.parameters()}
-    counts = sorted(Counter(why for why in reasons.values() if why).items())
-    left = ", ".join(f"{number} {why}" for why, number in counts)
-    return [param for param, why in reasons.items() if not why], left
-
-
-# Not a lazy one, a quantized one or a DTensor.
-def _is_plain(param: nn.Parameter) -> bool:
-    is_own = type(param) is nn.Parameter or is_fake(param)
-    return is_own and param.layout == torch.strided

@@ -1,0 +1,101 @@
+"""Which weights of a model wait on the host, and which blocks keep theirs on the device."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.blocks import Block, owners_of
+from lightning_memsave.core.memory import is_fake
+from lightning_memsave.errors import Problem
+
+_PERCENT = re.compile(r"(\d+(\.\d+)?)%")
+
+
+def is_number_of_blocks(value: object) -> bool:
+    """Say whether a value is a number of blocks, or a share of them such as ``"60%"``."""
+    if isinstance(value, str):
+        found = _PERCENT.fullmatch(value)
+        return found is not None and Fraction(found[1]) <= 100
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def first_blocks(blocks: Sequence[Block], resident: int | str) -> Sequence[Block]:
+    """Return the blocks whose weights are on the host; a share that stays is rounded down."""
+    if isinstance(resident, str):
+        resident = int(Fraction(resident.removesuffix("%")) * len(blocks) / 100)
+    return blocks[: max(0, len(blocks) - resident)]
+
+
+def problems_of_number(blocks: Sequence[Block], resident: int | str) -> list[Problem]:
+    if not blocks or isinstance(resident, str) or resident <= len(blocks):
+        return []
+    why, fix = f"the model has {len(blocks)} blocks", f"Use a number up to {len(blocks)}."
+    return [Problem(f"`resident={resident}`", why, fix)]
+
+
+# What stays on the device would need DDP beside this.
+def problems_of_trained(model: nn.Module, params: Sequence[nn.Parameter]) -> list[Problem]:
+    chosen = {id(param) for param in params}
+    left = [
+        f"`{name}`"
+        for name, param in model.named_parameters()
+        if param.requires_grad and id(param) not in chosen
+    ]
+    if not left:
+        return []
+    why = "it is trained and cannot be offloaded, and processes of DDP share all or nothing"
+    fix = 'Use dense gradients and ordinary parameters, or `offload="activations"`.'
+    return [Problem(", ".join(left), why, fix)]
+
+
+# Those in blocks are streamed even if they are frozen.
+def choose_weights(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    on_host: Sequence[Block],
+    tables: Sequence[nn.Parameter],
+    *,
+    is_streamed: bool,
+) -> tuple[list[nn.Parameter], str]:
+    """Return the parameters to offload, those of some blocks among them, and why not the others."""
+    own = {block.module for block in on_host}
+    in_blocks = {p for module in own for p in module.parameters() if is_streamed}
+    owners = owners_of([*model.parameters()], model, blocks)
+    sparse = {
+        param
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for param in module.parameters(recurse=False)
+    }
+    looked_up = {id(param) for param in tables}
+    plain = [p for p in model.parameters() if is_plain(p)]
+    sharing = Counter(param.untyped_storage()._cdata for param in plain)
+
+    def reason(param: nn.Parameter) -> str:
+        block = owners[param]
+        if block is not None and block.module not in own:
+            return "of resident blocks"
+        if not param.requires_grad and param not in in_blocks:
+            return "frozen"
+        if id(param) in looked_up:
+            return "looked up on the host"
+        if not is_plain(param):
+            return "of a special class"
+        if param in sparse:
+            return "with sparse gradients"
+        return "with shared memory" if sharing[param.untyped_storage()._cdata] > 1 else ""
+
+    reasons = {param: reason(param) for param in model.parameters()}
+    counts = sorted(Counter(why for why in reasons.values() if why).items())
+    left = ", ".join(f"{number} {why}" for why, number in counts)
+    return [param for param, why in reasons.items() if not why], left
+
+
+# Not a lazy one, a quantized one or a DTensor.
+def is_plain(param: nn.Parameter) -> bool:
+    is_own = type(param) is nn.Parameter or is_fake(param)
+    return is_own and param.layout == torch.strided
