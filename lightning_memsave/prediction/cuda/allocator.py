@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from lightning_memsave.errors import MemoryExhaustedError
-from lightning_memsave.units import MIB, format_bytes
+from lightning_memsave.units import MIB
 
 Key = tuple[int, int, "Block"]  # size and address, the order of free blocks; addresses are unique
 
@@ -99,8 +99,8 @@ def _merge(left: Block, right: Block) -> Block:
     return left
 
 
-Change = tuple[int, int] | tuple[int, int, str]
-"""Id of a storage, its change in bytes, and the stream on which it is allocated."""
+Change = tuple[int, int]
+"""Id of a storage, and its change in bytes."""
 
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -181,7 +181,7 @@ class CachingAllocator:
             self.num_retries += 1
             block = self._add(pool, size)
         if block is None:
-            raise self._exhausted(num_bytes)
+            raise MemoryExhaustedError(f"{num_bytes} bytes cannot be allocated")
         remaining = block.size - size
         # should_split
         if remaining >= _MIN_BLOCK_BYTES and (
@@ -207,11 +207,11 @@ class CachingAllocator:
 
     def replay(self, events: Iterable[Change]) -> None:
         alive: dict[int, tuple[int, int]] = {}
-        for storage, change, *stream in events:
+        for storage, change in events:
             handle, num_bytes = alive.pop(storage, (0, 0))
             num_bytes += change
             if num_bytes:
-                alive[storage] = (self.malloc(num_bytes, *stream), num_bytes)
+                alive[storage] = (self.malloc(num_bytes), num_bytes)
             self.free(handle)
 
     # get_pool
@@ -353,15 +353,6 @@ class CachingAllocator:
         block.is_mapped = False
         self.reserved_bytes -= size
         pool.put(block.joined())
-
-    def _exhausted(self, num_bytes: int) -> MemoryExhaustedError:
-        unused_bytes = self.reserved_bytes - self.allocated_bytes
-        return MemoryExhaustedError(
-            f"Cannot allocate {format_bytes(num_bytes)}: of "
-            f"{format_bytes(self.capacity_bytes or 0)}, {format_bytes(self.allocated_bytes)} are "
-            f"allocated and {format_bytes(unused_bytes)} are reserved but not allocated. Lower "
-            "the peak, or raise `capacity_bytes`."
-        )
 
 
 def least_capacity(
