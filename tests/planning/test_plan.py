@@ -127,3 +127,10 @@ def test_plans_of_checkpoints_are_read():
     found = budget.read_plan(state)
     assert found is not None
     assert (found.plan, found.ladder) == (SMALL, (SMALL,))
+    old = {"optimizer": "8bit", "force_8bit": ("*",), "early_release": True, "attention": None}
+    found = budget.read_plan({**state, "plan": {**state["plan"], "settings": old}})
+    assert found is not None
+    assert found.plan.settings == {
+        "optimizer": LowBitOptimizer(force_8bit=("*",)),
+        "attention": None,
+    }
