@@ -17,9 +17,10 @@ def requirements(which: str) -> list[str]:
     """Give the lowest versions that are claimed, or all packages without upper bounds."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     found: list[str] = project["dependencies"]
-    if which == "lowest":
-        return [one.replace(">=", "==") for one in found]
     extras = [one for extra in project["optional-dependencies"].values() for one in extra]
+    if which == "lowest":  # of both packages of Lightning, as the first installs the second
+        found += [one for one in extras if one.startswith("pytorch-lightning")]
+        return [one.replace(">=", "==") for one in found]
     others = [one for one in extras if not one.startswith(project["name"])]
     return [re.sub(r",<[\d.]+", "", one) for one in found + others]
 

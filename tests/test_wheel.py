@@ -43,9 +43,9 @@ json.dump([rows, lightning_memsave.__file__], open("found.json", "w"))
 """
 
 
-def run(*command: object, **options: object) -> str:
+def run(*command: object, cwd: Path | None = None) -> str:
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, check=False, **options
+        [*map(str, command)], capture_output=True, text=True, check=False, cwd=cwd
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

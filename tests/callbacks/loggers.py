@@ -23,9 +23,8 @@ BLOCK = 32768
 
 
 def from_tensorboard(folder: Path) -> Iterator[Point]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "lightning_logs" / "version_0")).Reload()
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(folder / "lightning_logs" / "version_0")).Reload()
     for name in events.Tags()["scalars"]:
         yield from ((name, event.step, event.value) for event in events.Scalars(name))
 
@@ -37,11 +36,10 @@ def from_csv(folder: Path) -> Iterator[Point]:
 
 
 def from_wandb(folder: Path) -> Iterator[Point]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     (file,) = folder.rglob("*.wandb")
     for data in records_of(file.read_bytes()):
-        items = Record.FromString(data).history.item
+        items = record.FromString(data).history.item
         row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
         if row:
             step = int(row.pop("trainer/global_step"))
@@ -64,9 +62,7 @@ def records_of(data: bytes) -> Iterator[bytes]:
 
 
 def from_mlflow(folder: Path) -> Iterator[Point]:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(folder.as_uri())
+    client = importlib.import_module("mlflow.tracking").MlflowClient(folder.as_uri())
     experiments = [each.experiment_id for each in client.search_experiments()]
     (run,) = client.search_runs(experiments)
     for name in run.data.metrics:
@@ -90,7 +86,6 @@ def main(folder: Path) -> None:
         (folder / name).mkdir()
         loggers.append(LOGGERS[name][0](folder / name))
     torch.manual_seed(0)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     monitor = GPUMemoryMonitor(2, print_summary=False)
     trainer = Trainer(
         max_steps=6,
@@ -98,7 +93,8 @@ def main(folder: Path) -> None:
         callbacks=[monitor],
         logger=loggers,
         enable_checkpointing=False,
-        **quiet,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(BoringModel())
     if "wandb" in installed:

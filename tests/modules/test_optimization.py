@@ -98,7 +98,7 @@ def test_rates(schedule, warmup, total, expected):
 
 def theirs(optimizer: torch.optim.Optimizer, schedule: str, warmup: float, total: float) -> Any:
     name = "constant_with_warmup" if schedule == "constant" else schedule
-    steps = round(warmup * total) if isinstance(warmup, float) else warmup
+    steps = int(warmup) if total == math.inf or warmup >= 1 else round(warmup * total)
     num_steps = None if total == math.inf else int(total)
     return get_scheduler(name, optimizer, num_warmup_steps=steps, num_training_steps=num_steps)
 
