@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,6 +272,39 @@ def words_of_a_full_gpu(device: str) -> Iterator[Found]:
             yield {"case": case, "raised": None}
 
 
+def buckets_after_ddp(device: str) -> Iterator[Found]:
+    """What of DDP's buckets stays when it is gone, and what lets NCCL's process group drop it.
+
+    `ProcessGroupNCCL` keeps the tensors of work that nobody waited for, as DDP waits for futures:
+    its watchdog hands them over, and the next collective drops them (`shelvesToUnstash_` there).
+    """
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist: Any = torch.distributed  # it does not say what it exports
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    model, x = nn.Linear(2048, 2048, device=device), torch.randn(8, 2048, device=device)
+    scalar = torch.zeros(1, device=device)
+    model(x).sum().backward()  # what libraries keep
+    model.zero_grad()
+    synchronize(device)
+    before_mib = allocated_mib(device)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp(x).sum().backward()
+    yield {"case": "with gradients", "kept_mib": allocated_mib(device) - before_mib}
+    del ddp
+    model.zero_grad()
+    waits: dict[str, Callable[[], object]] = {
+        "gone": lambda: None,
+        "half a second later": lambda: time.sleep(0.5),
+        "after a collective": lambda: dist.all_reduce(scalar),
+    }
+    for case, wait in waits.items():
+        wait()
+        gc.collect()
+        synchronize(device)
+        yield {"case": case, "kept_mib": allocated_mib(device) - before_mib}
+    dist.destroy_process_group()
+
+
 def _free_mib(device: str) -> float | str | None:
     try:
         return torch.cuda.mem_get_info()[0] / MIB if device == "cuda" else None
@@ -287,6 +321,7 @@ CHECKS = {
         attention_kernels,
         allocator_replay,
         words_of_a_full_gpu,
+        buckets_after_ddp,
     )
 }
 

@@ -1,12 +1,14 @@
-"""Peak memory and time per step of 1, 2 and 4 processes: `python -m benchmarks.scale`.
+"""Peak memory of 1, 2 and 4 processes: `python -m benchmarks.scale`.
 
-Beside each peak stands the prediction, for which no other process is there.
+Beside each peak stands the prediction, for which no other process is there. Each way of FSDP2
+trains three times, of which the least peak is compared and the highest given too: at times a thread
+of gloo still holds what it has sent of a block when the next one is there, which depends on load.
 
 RoBERTa 7M with one short sequence per process, so that weights, gradients and optimizer state are
-what needs memory. Processes on a CPU, over gloo: bytes are exact, and times are only ratios to the
-same number of processes under DDP, or sharded by hand, as two cores serve all of them. By hand:
-Lightning's `ModelParallelStrategy`, with `fully_shard` of each block and of the model, as its
-documentation writes it, and 32-bit AdamW. With `--plans`: what `memsave plan` says of two GPUs.
+what needs memory. Processes on a CPU, over gloo: bytes are exact; times of several processes on two
+cores mean nothing, and are not in the table. By hand: Lightning's `ModelParallelStrategy`, with
+`fully_shard` of each block and of the model, as its documentation writes it, and 32-bit AdamW. With
+`--plans`: what `memsave plan` says of two GPUs.
 """
 
 import argparse
@@ -87,6 +89,7 @@ WITH_TORCHAO: dict[str, Way] = {
     "`torchao.optim.AdamW8bit`": Way("fsdp2", {}, is_of_torchao=True),
 }
 STEPS = 8
+RUNS = 3
 XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50_257, "n_positions": 1024}
 PLAN = ("plan", "config.json", "--batch", "4x1024", "--gpu", "RTX-4090", "--world-size", "2")
 
@@ -193,6 +196,20 @@ def run(way: Way) -> dict[str, Any]:
     }
 
 
+def least_of(way: Way) -> dict[str, Any]:
+    """Train on this process until gloo's threads were in time.
+
+    Args:
+        way: How.
+
+    Returns:
+        As `run`, of the run with the least peak, and the highest.
+    """
+    runs = [run(way) for _ in range(1 if way.base == DDP else RUNS)]
+    highest_bytes = max(one["peak_bytes"] for one in runs)
+    return min(runs, key=lambda one: one["peak_bytes"]) | {"highest_bytes": highest_bytes}
+
+
 def launch(number: int, *more: str) -> dict[str, Any]:
     """Run all ways on so many processes.
 
@@ -250,13 +267,13 @@ def table_of(results: dict[str, Any]) -> str:
         for number in map(str, PROCESSES):
             found, plain = results[number][name], results[number][way.base]
             bytes_ratio = found["peak_bytes"] / plain["peak_bytes"]
-            time_ratio = found["step_s"] / plain["step_s"]
-            peak = format_bytes(found["peak_bytes"])
-            said = f"{time_ratio:.2f} x the time"
+            said = f"{format_bytes(found['peak_bytes'])} ({bytes_ratio:.2f})"
+            if found["highest_bytes"] > found["peak_bytes"]:
+                said += f", at times {format_bytes(found['highest_bytes'])}"
             if way.strategy:
                 error = 100 * (found["predicted_bytes"] / found["peak_bytes"] - 1)
-                said = f"predicted {error:+.1f} %, {said}"
-            row.append(f"{peak} ({bytes_ratio:.2f}), {said}")
+                said += f", predicted {error:+.1f} %"
+            row.append(said)
         rows.append(row)
     return markdown_table(["setting", *(f"{n} processes" for n in PROCESSES)], rows)
 
@@ -304,7 +321,7 @@ def main() -> None:
     typed = parser.parse_args()
     ways = WITH_TORCHAO if typed.torchao else WAYS
     if typed.rank_of is not None:
-        found = {name: run(way) for name, way in ways.items()}
+        found = {name: least_of(way) for name, way in ways.items()}
         if os.environ["RANK"] == "0":
             typed.rank_of.write_text(json.dumps(found))
         return

@@ -304,10 +304,12 @@ class MemSaveCallback(CallbackBase):
         Raises:
             IncompatibleError: If some processes would wait for others that have no batch left.
         """
-        if not self._is_disabled and (problems := problems_of_batches(trainer)):
-            raise IncompatibleError(type(self).__name__, problems)
-        resumed = [each for each in trainer.optimizers if getattr(each, "state", None)]
-        if resumed and not self._is_disabled and trainer.world_size == 1:
+        if self._is_disabled:
+            return
+        if trainer.world_size > 1:
+            if problems := problems_of_batches(trainer):
+                raise IncompatibleError(type(self).__name__, problems)
+        elif resumed := [each for each in trainer.optimizers if getattr(each, "state", None)]:
             leave_on_host(resumed)
 
     def on_train_batch_start(

@@ -30,6 +30,7 @@ from lightning_memsave.prediction.cuda.constants import (
     constant_assumptions,
     context_bytes,
     distributed_bytes,
+    lt_workspaces,
     workspaces,
 )
 from lightning_memsave.prediction.cuda.kernels import (
@@ -285,7 +286,7 @@ class _Predictor:
                 ("input", rest_bytes, ""),
                 *(("other", size, name) for name, size in copied.items()),
             ],
-            workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
+            workspaces=self._workspaces(recording) if on_cuda else (),
             # It proves how the losses of micro-batches add up.
             has_run=size_of_batches(arguments["micro_batch_size"]) is not None
             and any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
@@ -309,6 +310,10 @@ class _Predictor:
             if on_cuda
             else 0,
         )
+
+    def _workspaces(self, recording: Recording) -> tuple[int, ...]:
+        of_lt = lt_workspaces(len(recording.phases_with_bias))
+        return (*of_lt, *workspaces(self.step.capability, self.step.workspace_config))
 
     def _cuda_assumptions(self, recording: Recording, fit: RunningFit) -> tuple[str, ...]:
         given = self.step.capability, self.step.workspace_config, fit.num_processes

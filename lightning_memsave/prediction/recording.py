@@ -57,6 +57,8 @@ class Recording:
     host_bytes: int = 0
     kept_gradient_bytes: int = 0
     first_products: dict[str, int] = field(default_factory=dict)
+    phases_with_bias: set[str] = field(default_factory=set)
+    """Those with products that add a bias."""
     has_loss: bool = True
     work: Work = field(default_factory=Work)
 
@@ -126,6 +128,8 @@ class StepProfile(LiveTensors):
         if name.rstrip("_") in _PRODUCTS:  # also in place
             phase = "backward" if in_backward() else "forward"
             self.recording.first_products.setdefault(phase, len(self.recording.events))
+            if name == "aten.addmm" and args[0].dim() == 1:
+                self.recording.phases_with_bias.add(phase)
         in_step = self._num_running_steps > self._num_running_closures or is_updating()
         self._work.add(func, args, kwargs, result, in_step=in_step, module_of=self._current_module)
 

@@ -189,7 +189,7 @@ def problems_of_batches(trainer: Any) -> list[Problem]:
     own = _UNKNOWN_NUMBER if math.isinf(number) else int(number)
     least, most = all_reduce_min(trainer, own), -all_reduce_min(trainer, -own)
     num_passed = trainer.max_steps * trainer.accumulate_grad_batches
-    if least == most or most == _UNKNOWN_NUMBER or 0 <= num_passed <= least:
+    if most in {least, _UNKNOWN_NUMBER} or 0 <= num_passed <= least:
         return []
     what = f"the training data has {least} batches in one process, and {most} in another"
     why = "Lightning would wait for the shorter one in its next batch"

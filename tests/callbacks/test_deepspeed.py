@@ -94,6 +94,21 @@ def run(stage: str) -> Notes:
     return notes
 
 
+OF_TRAINER: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+
+
+def run_of_trainer(stage: str) -> Notes:
+    """What a Trainer may have, written to it and to the callback."""
+    notes: Notes = {}
+    for name, value in OF_TRAINER.items():
+        callback = MemSaveCallback(preset="off", report=False, **{name: value})
+        how: dict[str, Any] = {"strategy": make_strategy(stage), "limit_val_batches": 0}
+        notes[f"{name} ours"] = train(module(), callback, **how)
+        how["strategy"] = make_strategy(stage)
+        notes[f"{name} theirs"] = train(module(), **how | {name: value})
+    return notes
+
+
 def run_attention(stage: str) -> Notes:
     def fit(attention: str, *callbacks: Any) -> Notes:
         torch.manual_seed(1)
@@ -118,8 +133,11 @@ def run_attention(stage: str) -> Notes:
     }
 
 
-SCENARIOS = {f"stage {stage}": functools.partial(run, stage) for stage in STAGES} | {
-    f"attention, stage {stage}": functools.partial(run_attention, stage) for stage in STAGES
+KINDS = {"stage": run, "attention, stage": run_attention, "of the Trainer, stage": run_of_trainer}
+SCENARIOS = {
+    f"{kind} {stage}": functools.partial(function, stage)
+    for kind, function in KINDS.items()
+    for stage in STAGES
 }
 
 
@@ -130,6 +148,15 @@ def test_techniques_change_nothing(report, stage, name):
         assert notes[f"{name} is"] == "on"
         assert notes[name] == notes["plain"]
         assert notes["counted"] == BUCKET_BYTES  # Lightning's default is as large
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", OF_TRAINER)
+def test_what_a_trainer_may_have_is_as_written_to_it(report, stage, name):
+    found = report(f"of the Trainer, stage {stage}")
+    for notes in found:
+        assert notes[f"{name} ours"] == notes[f"{name} theirs"]
+        assert notes[f"{name} ours"] != report(f"stage {stage}")[0]["plain"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

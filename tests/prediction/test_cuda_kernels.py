@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import sys
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda import autocast as _cuda_autocast
+from lightning_memsave.prediction.cuda import constants
 from lightning_memsave.prediction.cuda.constants import (
     constant_assumptions,
     context_bytes,
@@ -576,6 +578,27 @@ def test_names_what_cudnn_needs_and_nothing_counts(module, inputs, named):
     lines = [line for line in lines if "kernel" not in line]
     assert len(lines) == len(named)
     assert all(part in line for part, line in zip(named, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("is_old", "bias", "settings", "number"),
+    [
+        (False, True, {}, 0),
+        (True, False, {}, 0),
+        (True, True, {}, 1),
+        (True, True, {"activation_checkpointing": "all"}, 2),
+    ],
+)
+def test_older_torch_has_workspaces_of_its_own_for_products_with_a_bias(
+    is_old, bias, settings, number, monkeypatch
+):
+    monkeypatch.setattr(constants, "_HAS_LT_WORKSPACES", is_old)
+    block = functools.partial(nn.Linear, 4, 4, bias)
+    model = nn.Sequential(*[nn.Sequential(block(), nn.Tanh(), block()) for _ in range(2)])
+    settings = {"preset": "off", **settings}
+    found = predict_memory(model, torch.ones(2, 4), settings=settings)
+    assert found.workspace_bytes == 2 * SMALL + number * 2**20
+    assert any("cuBLASLt has 1 MiB more" in line for line in found.assumptions) == is_old
 
 
 # Lightning sets the variable for the process.

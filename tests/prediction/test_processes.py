@@ -101,9 +101,7 @@ def report(request):
     return make_report(request)
 
 
-def predicted(
-    settings: dict[str, Any], world_size: int, strategy: Any = "ddp"
-) -> MemoryPrediction:
+def predicted(settings: dict[str, Any], world_size: int, strategy: Any = "ddp") -> MemoryPrediction:
     return predict_memory(
         without_validation(Biased if strategy == "fsdp2" else ManyTokens),
         batches(0)[0],

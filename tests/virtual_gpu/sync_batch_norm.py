@@ -1,5 +1,6 @@
 """Values of the operators of `SyncBatchNorm`, which have no CPU kernel: those of `BatchNorm` do."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,18 +20,9 @@ def _stats(_: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return mean, (variance + eps).rsqrt()
 
 
-def _gather(
-    _: Any,
-    x: Tensor,
-    means: Tensor,
-    invstds: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _gather(_: Any, x: Tensor, means: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Join the statistics of all processes, of shape (processes, channels)."""
+    invstds, running_mean, running_var, momentum, eps, counts = others
     weights = counts.float()[:, None]
     mean = (weights * means).sum(0) / weights.sum()
     variances = invstds.pow(-2) - eps + (means - mean).square()
@@ -41,15 +33,8 @@ def _gather(
     return mean, (total / weights.sum() + eps).rsqrt()
 
 
-def _normalize(
-    _: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-) -> Tensor:
+def _normalize(_: Any, x: Tensor, weight: Any, bias: Any, *statistics: Any) -> Tensor:
+    mean, invstd, _eps = statistics
     normal = (x.float() - _along_channels(x, mean)) * _along_channels(x, invstd)
     if weight is not None:
         normal = normal * _along_channels(x, weight)
@@ -65,17 +50,8 @@ def _reduce(
     return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd, sum_dy
 
 
-def _backward(
-    _: Any,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    counts: Tensor,
-) -> Tensor:
+def _backward(_: Any, grad: Tensor, x: Tensor, *others: Any) -> Tensor:
+    mean, invstd, weight, sum_dy, sum_dy_xmu, counts = others
     total, scale = counts.sum(), invstd if weight is None else invstd * weight.float()
     centred = x.float() - _along_channels(x, mean)
     slope = _along_channels(x, invstd.square() * sum_dy_xmu / total)
@@ -83,7 +59,7 @@ def _backward(
     return (shifted - centred * slope) * _along_channels(x, scale)
 
 
-SYNC_BATCH_NORM = {
+SYNC_BATCH_NORM: dict[str, Callable[..., Any]] = {
     "aten::batch_norm_stats": _stats,
     "aten::batch_norm_gather_stats_with_counts": _gather,
     "aten::batch_norm_elemt": _normalize,

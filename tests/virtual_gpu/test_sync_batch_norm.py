@@ -82,8 +82,8 @@ def found() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("name", "parts"), [("nothing", 1), ("micro_batch_size", 2)])
 def test_it_computes_what_one_process_does_with_both_batches(found, name, parts):
-    pairs = zip(batches(0), batches(1), strict=True)
-    both = [torch.cat(halves) for pair in pairs for halves in zip(*(b.chunk(parts) for b in pair))]
+    own = [[part for batch in batches(number) for part in batch.chunk(parts)] for number in (0, 1)]
+    both = [torch.cat(pair) for pair in zip(*own, strict=True)]
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "accumulate_grad_batches": parts}
     whole = fit(Lit(), both, off(predict=False), **how)
     losses = [sum(pair) / 2 for pair in zip(*(own[name]["losses"] for own in found), strict=True)]

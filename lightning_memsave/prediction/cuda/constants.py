@@ -3,6 +3,8 @@
 import os
 import re
 
+import torch
+
 from lightning_memsave.units import KIB, MIB, format_bytes
 
 # - Contexts, by major compute capability: that of 9 was measured on an H200 with torch 2.11 and
@@ -14,6 +16,10 @@ from lightning_memsave.units import KIB, MIB, format_bytes
 #   and 32 MiB for 9 (https://github.com/pytorch/pytorch/pull/91564), 10 and 12
 #   (https://github.com/pytorch/pytorch/pull/175344) and 11
 #   (https://github.com/pytorch/pytorch/pull/189312).
+# - Products with a bias run in cuBLASLt, which has 1 MiB of its own for each thread before torch
+#   2.12: `getCUDABlasLtWorkspace` there, and "linear in bf16" of an H200 with torch 2.11
+#   (benchmarks/results/gpu_nvidia_h200/fixed_costs.jsonl). Since then it uses that of cuBLAS
+#   (https://github.com/pytorch/pytorch/pull/175879).
 # - NCCL: a user's measurement on A100s with NVLink, one all-reduce per communicator
 #   (https://github.com/NVIDIA/nccl/issues/964). For other GPUs it is an estimate, of which nothing
 #   was measured by us: memory grows with the number of channels, so that GPUs without NVLink need
@@ -22,11 +28,12 @@ from lightning_memsave.units import KIB, MIB, format_bytes
 #   included (https://github.com/NVIDIA/nccl/issues/1685), about 0.4 GiB less the context.
 # - The margin is a choice, the same for all GPUs: 3 % is what others report that their predictions
 #   of peaks are off by (torchtitan#4636 0.3 %, ProTrain, arXiv:2406.08334, below 4 %; ours of
-#   transformers are within 1.4 % on an H200), and 256 MiB what nothing counts: cuBLASLt, scratch of
+#   transformers are within 1.4 % on an H200), and 256 MiB what nothing counts: scratch of
 #   reductions, other libraries. Large cuDNN workspaces and a desktop (0.3 to 1 GiB) need more.
 _SMALL_WORKSPACE, _LARGE_WORKSPACE = 8 * MIB + 128 * KIB, 32 * MIB
 _CONTEXTS = {7: 300 * MIB, 9: 768 * MIB, 10: 600 * MIB, 11: 600 * MIB, 12: 600 * MIB}
 _OTHER_CONTEXT = 500 * MIB
+_LT_WORKSPACE, _HAS_LT_WORKSPACES = MIB, torch.__version__ < "2.12"
 _PAIR_OF_NCCL, _MORE_OF_NCCL = 544 * MIB, 688 * MIB
 _MARGIN, _LEAST_MARGIN = 0.03, 256 * MIB
 _NUM_THREADS = 2  # forward and backward; there is one workspace per handle and stream
@@ -46,6 +53,11 @@ def distributed_bytes(num_processes: int) -> int:
 def margin_bytes(total_bytes: int) -> int:
     """Return the bytes to leave free on a GPU for what a prediction does not know."""
     return max(int(total_bytes * _MARGIN), _LEAST_MARGIN)
+
+
+def lt_workspaces(num_threads: int) -> tuple[int, ...]:
+    """Return those that cuBLASLt holds beside cuBLAS, if threads compute products with a bias."""
+    return (_LT_WORKSPACE,) * (num_threads if _HAS_LT_WORKSPACES else 0)
 
 
 def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
@@ -68,6 +80,9 @@ def constant_assumptions(
         f"NCCL needs {format_bytes(nccl_bytes)} in each of {num_processes} processes, as on A100s "
         "with NVLink: an estimate for other GPUs; with more process groups it needs more."
     )
+    of_lt = "cuBLASLt uses them, too."
+    if _HAS_LT_WORKSPACES:
+        of_lt = "cuBLASLt has 1 MiB more for each of them that adds a bias."
     others = "libraries" if nccl_bytes else "NCCL and libraries"
     return (
         f"The CUDA context needs {format_bytes(context_bytes(capability))}: an estimate for "
@@ -77,5 +92,5 @@ def constant_assumptions(
         "No other process uses the GPU, and no display: a desktop needs 0.3 to 1 GiB of it.",
         f"cuBLAS keeps {format_bytes(sum(sizes))} of workspaces for matrix products, one each for "
         "the threads of the forward and the backward pass; `CUBLAS_WORKSPACE_CONFIG` is respected. "
-        "cuBLASLt adds 1 to 2 MiB, which are not counted.",
+        + of_lt,
     )
