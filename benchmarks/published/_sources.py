@@ -55,7 +55,7 @@ class Source:
         runs: The figures.
         dtype: Of the weights.
         has_mask: The batch has an attention mask of ones.
-        context: The process in nvidia-smi with an empty GPU, as the source measured it, in its unit;
+        context: The process in nvidia-smi with an empty GPU, as the source measured it;
             `None` is the estimate of the prediction.
         transformers: Version of transformers that has the model's code of the run.
         differs: What is not as in the run, apart from torch; empty if nothing is.
