@@ -91,7 +91,7 @@ def describe(source: Source, found: Mapping[str, Any]) -> dict[str, Any]:
         Both, for the result file.
     """
     told = ("url", "versions", "gpu", "figure", "unit", "model", "config", "config_from")
-    more = ("loop", "dtype", "has_mask", "lora", "context", "differs")
+    more = ("loop", "dtype", "has_mask", "context", "differs")
     return {name: getattr(source, name) for name in (*told, *more)} | dict(found)
 
 
@@ -201,26 +201,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only:
         print(json.dumps(predict_source(by_name[options.only], options.runs)))
         return 0
-    sources = {}
+    is_whole = options.sources == names and not options.runs and not options.installed
+    # A part of the table should not stand among the results.
+    folder = options.results or (RESULTS if is_whole else Path(tempfile.mkdtemp()))
+    sources, text = {}, ""
     for name in options.sources:
         version = None if options.installed else by_name[name].transformers
-        packages = version and install(version, options.transformers)
-        runs = ["--runs", *options.runs] if options.runs else []
-        module = "benchmarks.published"
-        found = run_in_process(
-            module, "--only", name, *runs, limit_s=_LIMIT_S, packages=packages or None
-        )
+        packages = install(version, options.transformers) if version else None
+        only = ["--only", name, *(["--runs", *options.runs] if options.runs else [])]
+        found = run_in_process("benchmarks.published", *only, limit_s=_LIMIT_S, packages=packages)
         if "error" in found:
             print(found["error"])
             return 1
         sources[name] = describe(by_name[name], found)
         print(f"{name}: {len(found['runs'])} runs", flush=True)
-    text = make_text(sources)
-    print(f"\n{text}")
-    is_whole = options.sources == names and not options.runs and not options.installed
-    # A part of the table should not stand among the results.
-    folder = options.results or (RESULTS if is_whole else Path(tempfile.mkdtemp()))
-    print(f"\nWritten to {write_results('published', {'sources': sources}, text, folder=folder)}")
+        text = make_text(sources)
+        path = write_results("published", {"sources": sources}, text, folder=folder)
+    print(f"\n{text}\n\nWritten to {path}")
     return 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MB, MIB, GB, GIB = 10**6, 2**20, 10**9, 2**30
+MB, MIB, GIB = 10**6, 2**20, 2**30
 ALLOCATED, SMI = "allocated", "nvidia-smi"
 
 
@@ -55,8 +55,7 @@ class Source:
         runs: The figures.
         dtype: Of the weights.
         has_mask: The batch has an attention mask of ones.
-        lora: Arguments of PEFT's ``LoraConfig``.
-        context: The process in nvidia-smi with an empty GPU, as the source measured it, in its unit;
+        context: The process in nvidia-smi with an empty GPU, as the source measured it;
             `None` is the estimate of the prediction.
         transformers: Version of transformers that has the model's code of the run.
         differs: What is not as in the run, apart from torch; empty if nothing is.
@@ -75,14 +74,13 @@ class Source:
     runs: tuple[Run, ...]
     dtype: str = "float16"
     has_mask: bool = False
-    lora: Mapping[str, Any] | None = None
     context: float | None = None
     transformers: str | None = None
     differs: str = ""
 
 
-# Rows of "batch tokens eager sdpa"; a dash is a run that was out of memory. All rows of a table; of
-# the three that have more than eight, those with the smallest and the largest batch.
+# Rows of "batch tokens eager sdpa"; a dash is a run that was out of memory. Of each table the rows
+# with the largest batch, of three long tables those of at least 512 tokens.
 def _both(text: str) -> tuple[Run, ...]:
     runs = []
     for line in text.strip().splitlines():
@@ -95,9 +93,7 @@ def _both(text: str) -> tuple[Run, ...]:
 
 _PULL = "https://github.com/huggingface/transformers/pull/"
 _DOCS = "huggingface/transformers in 2024, docs/source/en/model_doc/"
-_CAUSAL = (
-    "script https://gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331, --use-half"
-)
+_CAUSAL = "script https://gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331, --use-half"
 _MASKED = f"{_CAUSAL}, without a mask"
 _RECOMPUTED = {"activation_checkpointing": "all"}
 _ALL = _RECOMPUTED | {"micro_batch_size": 4, "optimizer": "8bit"}
@@ -116,12 +112,6 @@ SOURCES = (
         "defaults of DistilBertConfig, which are distilbert-base-uncased",
         "SumOfLogits",
         _both("""
-            1 128 397.038 399.629
-            1 256 412.505 412.606
-            2 128 412.213 412.606
-            2 256 427.491 425.787
-            4 128 427.491 425.787
-            4 256 594.156 502.745
             8 128 545.922 502.745
             8 256 983.450 798.480
         """),
@@ -139,10 +129,6 @@ SOURCES = (
         "defaults of BertConfig, which are bert-base-uncased",
         "SumOfLogits",
         _both("""
-            4 256 939.213 764.834
-            4 512 1970.447 1227.162
-            8 256 1594.295 1226.114
-            8 512 3629.401 2134.262
             16 256 2874.426 2134.262
             16 512 6964.659 3961.013
         """),
@@ -167,10 +153,6 @@ SOURCES = (
         "docstring of AlbertConfig; version 2 has no dropout (google-research/albert#225)",
         "SumOfLogits",
         _both("""
-            1 256 234.781 217.758
-            1 512 454.029 378.171
-            2 256 416.281 378.171
-            2 512 868.131 717.332
             4 256 794.206 717.332
             4 512 1664.025 1363.268
         """),
@@ -188,12 +170,6 @@ SOURCES = (
         "defaults of BioGptConfig, which are microsoft/biogpt",
         "SumOfLogits",
         _both("""
-            1 128 1601.862 1601.497
-            1 256 1624.944 1625.296
-            2 128 1624.567 1625.296
-            2 256 1672.164 1672.164
-            4 128 1671.435 1672.164
-            4 256 2350.179 1848.435
             8 128 2098.521 1848.435
             8 256 3989.980 2986.492
         """),
@@ -218,13 +194,6 @@ SOURCES = (
         "config.json of facebook/opt-350m, as public code quotes it",
         "SumOfLogits",
         _both("""
-            1 128 1474.611 1474.32
-            1 256 1498.541 1499.49
-            1 512 1973.544 1551.35
-            1 1024 4867.113 1698.35
-            1 2048 15662.224 2715.75
-            8 128 2049.115 1697.78
-            8 256 4222.567 2715.75
             8 512 10985.391 4750.55
             8 1024 34175.763 8821.18
             8 2048 - 8821.18
@@ -250,13 +219,6 @@ SOURCES = (
         "models/410M/pythia-410m-deduped.yml of EleutherAI/pythia",
         "SumOfLogits",
         _both("""
-            1 128 1789.95 1789.95
-            1 256 1845.83 1844.84
-            1 512 2278.38 1953.76
-            1 1024 4772.36 2408.35
-            1 2048 13484.1 3882.01
-            4 128 1947.6 1952.06
-            4 256 3008.39 2405.99
             4 512 6290.58 3877.29
             4 1024 - 6821.98
             4 2048 - 12705.1
@@ -276,12 +238,6 @@ SOURCES = (
         "model.py of karpathy/nanoGPT",
         "SumOfLogits",
         _both("""
-            1 128 3482.32 3494.62
-            1 256 3546.66 3552.6
-            1 512 4230.1 3665.59
-            1 1024 8682.26 4881.09
-            4 128 3675.79 3648.72
-            4 256 6129.76 4871.12
             4 512 12466.6 8102.64
             4 1024 - 14568.2
         """),
@@ -360,29 +316,5 @@ SOURCES = (
         (Run(60.0, 2, 4096, "sdpa"),),
         dtype="bfloat16",
         differs="torchtune's own model code, and its compiled attention for packed samples",
-    ),
-    Source(
-        "Llama 2 7B, LoRA",
-        "https://github.com/Lightning-AI/litgpt/blob/main/tutorials/resource-tables.md",
-        "PyTorch 2.1.0, Lit-GPT 8641822; finetune/lora.py --precision bf16-true, 1,304 tokens",
-        "A100-40GB",
-        ALLOCATED,
-        GB,
-        "LlamaForCausalLM",
-        {"intermediate_size": 11_008, "max_position_embeddings": 4096},
-        "lit_gpt/config.py; the other values are defaults of LlamaConfig",
-        "FusedAdamW",
-        (
-            Run(21.30, 1, 1304, "sdpa", {"chunked_cross_entropy": True}),
-            Run(29.07, 2, 1304, "sdpa", {"chunked_cross_entropy": True}),
-        ),
-        dtype="bfloat16",
-        lora={
-            "r": 8,
-            "lora_alpha": 16,
-            "lora_dropout": 0.05,
-            "target_modules": ["q_proj", "v_proj"],
-        },
-        differs="Lit-GPT's own code of model and LoRA",
     ),
 )

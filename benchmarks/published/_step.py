@@ -23,9 +23,6 @@ class _Loop(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.model(**batch).loss
 
-    def trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.parameters() if p.requires_grad]
-
 
 class SumOfLogits(_Loop):
     """The loop of fxmarty's script: no optimizer, and ``outputs`` lives until the next ones."""
@@ -44,7 +41,7 @@ class SumOfLogits(_Loop):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return one that Lightning asks for, and that is never stepped."""
-        return torch.optim.SGD(self.trainable())
+        return torch.optim.SGD(self.parameters())
 
 
 class HuggingFaceTrainer(_Loop):
@@ -52,7 +49,7 @@ class HuggingFaceTrainer(_Loop):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW, which was a loop over parameters."""
-        return torch.optim.AdamW(self.trainable(), foreach=False)
+        return torch.optim.AdamW(self.parameters(), foreach=False)
 
     def optimizer_zero_grad(
         self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer
@@ -66,7 +63,7 @@ class FusedAdamW(_Loop):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return it."""
-        return torch.optim.AdamW(self.trainable(), fused=True)
+        return torch.optim.AdamW(self.parameters(), fused=True)
 
 
 _LOOPS = {cls.__name__: cls for cls in (SumOfLogits, HuggingFaceTrainer, FusedAdamW)}
@@ -89,11 +86,6 @@ def predict(source: Source, run: Run) -> MemoryPrediction:
         dtype = getattr(torch, source.dtype)
         # `dtype` was called `torch_dtype` before transformers 5.
         model = cls._from_config(config, torch_dtype=dtype, attn_implementation=run.attention)
-        if source.lora is not None:
-            from peft import LoraConfig, get_peft_model  # noqa: PLC0415
-
-            adapters = LoraConfig(**source.lora)
-            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         return _LOOPS[source.loop](model.train())
 
     return predict_memory(

@@ -121,9 +121,7 @@ def _product_copies(*tensors: Tensor, **_: Any) -> list[int]:
 
 def _has_order(factor: Tensor) -> bool:
     (num_rows, num_columns), (row, column) = factor.shape[-2:], factor.stride()[-2:]
-    return (column == 1 and row >= max(1, num_columns)) or (
-        row == 1 and column >= max(1, num_rows)
-    )
+    return (column == 1 and row >= max(1, num_columns)) or (row == 1 and column >= max(1, num_rows))
 
 
 def _copy_bytes(tensor: Tensor) -> int:
