@@ -168,6 +168,12 @@ def _outermost(named: dict[str, nn.Module], chosen: Iterable[str]) -> list[Block
     ]
 
 
+def is_hugging_face(module: nn.Module) -> bool:
+    # Without an import of transformers there is no instance of its classes.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
 def is_given_cache(args: Any, kwargs: Any) -> bool:
     # Without an import of transformers there is no instance of its classes.
     cache_utils = sys.modules.get("transformers.cache_utils")

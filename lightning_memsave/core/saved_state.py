@@ -3,10 +3,10 @@
 import collections
 import contextlib
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +22,7 @@ class RandomState:
     def __init__(self, devices: set[torch.device], of_torch_only: bool = False) -> None:
         self._cpu = torch.get_rng_state()
         self._python = None if of_torch_only else random.getstate()
-        numpy = None if of_torch_only else sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+        self._numpy = None if of_torch_only else np.random.get_state(legacy=False)
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
@@ -32,7 +31,7 @@ class RandomState:
         if self._python is not None:
             random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            np.random.set_state(self._numpy)
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
 
@@ -50,7 +49,7 @@ class RandomState:
         if self._numpy is None:
             return False
         # Other bit generators than the default have other fields, some of them arrays.
-        return repr(self._numpy) != repr(sys.modules["numpy"].random.get_state(legacy=False))
+        return repr(self._numpy) != repr(np.random.get_state(legacy=False))
 
 
 def devices_of(module: nn.Module) -> set[torch.device]:
@@ -67,10 +66,9 @@ def generator_state(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+    if isinstance(value, np.random.Generator):
         return value.bit_generator.state
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
+    if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
     return None
 

@@ -5,7 +5,6 @@ import functools
 import inspect
 import math
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from lightning_memsave.core.blocks import (
     as_selectors,
     find_blocks,
     is_given_cache,
+    is_hugging_face,
     repeated_classes,
 )
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
@@ -347,12 +347,11 @@ def _without_cache(model: nn.Module, args: Any, kwargs: Any, *, is_inner: bool) 
 
 
 def _switch_caches_off(model: nn.Module, blocks: Sequence[Block]) -> list[Callable[[], None]]:
-    modeling_utils: Any = sys.modules.get("transformers.modeling_utils")
-    if modeling_utils is None or not blocks:
+    if not blocks:
         return []
     names = {"", *(name for block in blocks for name in ancestors(block.name))}
     modules = {name: model.get_submodule(name) for name in sorted(names)}
-    models = {n: m for n, m in modules.items() if isinstance(m, modeling_utils.PreTrainedModel)}
+    models = {name: module for name, module in modules.items() if is_hugging_face(module)}
     undo = []
     for name, module in models.items():
         if "use_cache" in inspect.signature(type(module).forward).parameters:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.blocks import is_hugging_face
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import ConfigurationError, MemsaveWarning, NoEffectWarning, Problem
@@ -107,7 +108,7 @@ class AttentionKernel(Technique[nn.Module]):
         undo = [part.restore for part in changed]
         for root in {id(part.root): part.root for part in changed}.values():
             before = [part for part in changed if part.root is root]
-            models = [m for m in root.modules() if _is_model(m) and _BEFORE not in vars(m)]
+            models = [m for m in root.modules() if is_hugging_face(m) and _BEFORE not in vars(m)]
             undo += [_watch(model, before) for model in models]
         lines = [f"{part}: {part.before} -> {part.kernel}" for part in changed]
         return Handle(target, lines, skipped, undo)
@@ -194,18 +195,12 @@ def _find_parts(module: nn.Module) -> list[_Part]:
     parts: dict[int, _Part] = {}
     root_name, root = "", None
     for name, inner in module.named_modules():
-        if not _is_model(inner):
+        if not is_hugging_face(inner):
             continue
         if root is None or not f"{name}.".startswith(f"{root_name}."):
             root_name, root = name, inner
         parts.setdefault(id(inner.config), _Part(name, inner, root))
     return list(parts.values())
-
-
-def _is_model(module: nn.Module) -> bool:
-    # Without an import of transformers there is no instance of its classes.
-    transformers = sys.modules.get("transformers.modeling_utils")
-    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
 def _why_unchanged(part: _Part, parts: list[_Part], kernel: str) -> str | None:

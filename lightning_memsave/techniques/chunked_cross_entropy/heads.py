@@ -10,7 +10,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.blocks import Block, BlockSelector, as_predicate, find_blocks
+from lightning_memsave.core.blocks import (
+    Block,
+    BlockSelector,
+    as_predicate,
+    find_blocks,
+    is_hugging_face,
+)
 from lightning_memsave.core.patching import own, previous_method, set_own
 from lightning_memsave.techniques.chunked_cross_entropy.call import Operands
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
@@ -95,11 +101,6 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
         head = get() if callable(get) and is_hugging_face(module) else None
         if isinstance(head, nn.Module):
             yield head
-
-
-def is_hugging_face(module: nn.Module) -> bool:
-    utils = sys.modules.get("transformers.modeling_utils")
-    return utils is not None and isinstance(module, utils.PreTrainedModel)
 
 
 def _large_layers(model: nn.Module) -> Iterator[nn.Module]:
