@@ -149,8 +149,9 @@ def predict(step: TrainingStep) -> MemoryPrediction:
         fake_tensors(deadline_s) as fakes,
         _explain_errors(step, fakes, deadline_s),
     ):
-        predictor = _Predictor(step, fakes, *step.build(fakes), deadline_s)
-        prediction = unwrap(predictor.predict(), predictor.pl_module, step.loss is not None)
+        pl_module, batch = step.build(fakes)
+        prediction = _predict(step, fakes, pl_module, batch, deadline_s)
+        prediction = unwrap(prediction, pl_module, step.loss is not None)
     return dataclasses.replace(prediction, seconds=time.monotonic() - start_s)
 
 
@@ -227,99 +228,94 @@ class _PagedState:
         self.num_bytes = max(self.num_bytes, sum(tensor.nbytes for tensor in found))
 
 
-@dataclass(frozen=True)
-class _Predictor:
-    step: TrainingStep
-    fakes: FakeTensors
-    pl_module: Any
-    batch: Any
-    deadline_s: float
+def _predict(
+    step: TrainingStep, fakes: FakeTensors, pl_module: Any, batch: Any, deadline_s: float
+) -> MemoryPrediction:
+    package = package_of(pl_module)
+    on_cuda = step.device == "cuda"
+    arguments, trainer_arguments, assumptions = simulated_arguments(step, package)
+    accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
+    callback = step.make_callback(**copy.deepcopy(arguments))
+    batch, rest_bytes, share = _first_micro_batches(batch, arguments)
+    num_accumulated = arguments["accumulate_grad_batches"] or accumulated
+    # At most two batches are simulated; the user's number is shown.
+    given = step.arguments["accumulate_grad_batches"]
+    num_passed = given or accumulated
+    emulation = functools.partial(
+        cuda_kernels,
+        step.attention,
+        capability=step.capability,
+        num_multiprocessors=None if step.gpu is None else step.gpu.num_multiprocessors,
+    )
+    fit = step.fit or RunningFit(has_buckets=step.strategy == "ddp", num_processes=step.world_size)
+    settings = SimulationSettings(
+        package,
+        accumulate_grad_batches=num_accumulated,
+        num_batches=fit.num_batches,
+        trainer_arguments=trainer_arguments,
+        is_running=step.fit is not None,
+        has_started=step.fit is not None and step.fit.has_started,
+        emulation=emulation if on_cuda else contextlib.nullcontext,
+        strategy=step.strategy,
+        world_size=step.world_size,
+        strategy_arguments=fit.strategy_arguments,
+        deadline_s=deadline_s,
+    )
+    paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
+    with paged.looking():
+        recording = simulate_steps(pl_module, batch, [callback], settings)
+    factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
+    recording.work = recording.work.for_batches(factor)
+    rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
+    has_buckets = fit.has_buckets and not _has_weights_on_host(rows, arguments)
+    copied = gradient_bytes(inner_of(pl_module)) if has_buckets else {}
+    recording.work = recording.work.with_all_reduce(copied, fit.num_processes)
+    return summarise(
+        recording,
+        device=step.device,
+        model=type(inner_of(pl_module)).__name__,
+        extra=[
+            ("input", rest_bytes, ""),
+            *(("other", size, name) for name, size in copied.items()),
+        ],
+        workspaces=_workspaces(step, recording) if on_cuda else (),
+        # It proves how the losses of micro-batches add up.
+        has_run=size_of_batches(arguments["micro_batch_size"]) is not None
+        and any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
+        settings={"precision": step.precision}
+        | ({step.strategy: f"1 of {step.world_size} processes"} if step.strategy else {})
+        | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
+        | {row.name: row.value for row in rows if row.status == "on"}
+        | ({"accumulate_grad_batches": str(given)} if given is not None else {}),
+        ineffective=step.emulated
+        | {r.name: f"{r.value}: {'; '.join(r.details)}" for r in rows if r.status == "off"},
+        assumptions=(
+            *assumptions,
+            *((_OF_FIRST[step.strategy],) if step.strategy else ()),
+            *_forms(rows),
+            *(_cuda_assumptions(step, pl_module, recording, fit) if on_cuda else (_SCRATCH,)),
+            *(() if recording.has_loss else (_NO_LOSS,)),
+        ),
+        guesses=fakes.guesses,
+        pageable_bytes=paged.num_bytes if on_cuda else 0,
+        context_bytes=context_bytes(step.capability) + distributed_bytes(fit.num_processes)
+        if on_cuda
+        else 0,
+    )
 
-    def predict(self) -> MemoryPrediction:
-        step, package = self.step, package_of(self.pl_module)
-        on_cuda = step.device == "cuda"
-        arguments, trainer_arguments, assumptions = simulated_arguments(step, package)
-        accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
-        precision = step.effective_settings["precision"] or step.trainer_settings.get("precision")
-        callback = step.make_callback(**copy.deepcopy(arguments))
-        batch, rest_bytes, share = _first_micro_batches(self.batch, arguments)
-        num_accumulated = arguments["accumulate_grad_batches"] or accumulated
-        # At most two batches are simulated; the user's number is shown.
-        given = step.arguments["accumulate_grad_batches"]
-        num_passed = given or accumulated
-        emulation = functools.partial(
-            cuda_kernels,
-            step.attention,
-            capability=step.capability,
-            num_multiprocessors=None if step.gpu is None else step.gpu.num_multiprocessors,
-        )
-        fit = step.fit or RunningFit(
-            has_buckets=step.strategy == "ddp", num_processes=step.world_size
-        )
-        settings = SimulationSettings(
-            package,
-            accumulate_grad_batches=num_accumulated,
-            num_batches=fit.num_batches,
-            trainer_arguments=trainer_arguments,
-            is_running=step.fit is not None,
-            has_started=step.fit is not None and step.fit.has_started,
-            emulation=emulation if on_cuda else contextlib.nullcontext,
-            strategy=step.strategy,
-            world_size=step.world_size,
-            strategy_arguments=fit.strategy_arguments,
-            deadline_s=self.deadline_s,
-        )
-        paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
-        with paged.looking():
-            recording = simulate_steps(self.pl_module, batch, [callback], settings)
-        factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
-        recording.work = recording.work.for_batches(factor)
-        rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
-        has_buckets = fit.has_buckets and not _has_weights_on_host(rows, arguments)
-        copied = gradient_bytes(inner_of(self.pl_module)) if has_buckets else {}
-        recording.work = recording.work.with_all_reduce(copied, fit.num_processes)
-        return summarise(
-            recording,
-            device=step.device,
-            model=type(inner_of(self.pl_module)).__name__,
-            extra=[
-                ("input", rest_bytes, ""),
-                *(("other", size, name) for name, size in copied.items()),
-            ],
-            workspaces=self._workspaces(recording) if on_cuda else (),
-            # It proves how the losses of micro-batches add up.
-            has_run=size_of_batches(arguments["micro_batch_size"]) is not None
-            and any(r.name == "micro_batch_size" and r.status == "on" for r in rows),
-            settings={"precision": str(precision or "32-true")}
-            | ({step.strategy: f"1 of {step.world_size} processes"} if step.strategy else {})
-            | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
-            | {row.name: row.value for row in rows if row.status == "on"}
-            | ({"accumulate_grad_batches": str(given)} if given is not None else {}),
-            ineffective=step.emulated
-            | {r.name: f"{r.value}: {'; '.join(r.details)}" for r in rows if r.status == "off"},
-            assumptions=(
-                *assumptions,
-                *((_OF_FIRST[step.strategy],) if step.strategy else ()),
-                *_forms(rows),
-                *(self._cuda_assumptions(recording, fit) if on_cuda else (_SCRATCH,)),
-                *(() if recording.has_loss else (_NO_LOSS,)),
-            ),
-            guesses=self.fakes.guesses,
-            pageable_bytes=paged.num_bytes if on_cuda else 0,
-            context_bytes=context_bytes(step.capability) + distributed_bytes(fit.num_processes)
-            if on_cuda
-            else 0,
-        )
 
-    def _workspaces(self, recording: Recording) -> tuple[int, ...]:
-        of_lt = lt_workspaces(len(recording.phases_with_bias))
-        return (*of_lt, *workspaces(self.step.capability, self.step.workspace_config))
+def _cuda_assumptions(
+    step: TrainingStep, pl_module: Any, recording: Recording, fit: RunningFit
+) -> tuple[str, ...]:
+    given = step.capability, step.workspace_config, fit.num_processes
+    constants = constant_assumptions(*given)
+    operators = {event.op for event in recording.events}
+    return (*constants, *ASSUMPTIONS, *module_assumptions(pl_module.modules(), operators))
 
-    def _cuda_assumptions(self, recording: Recording, fit: RunningFit) -> tuple[str, ...]:
-        given = self.step.capability, self.step.workspace_config, fit.num_processes
-        constants = constant_assumptions(*given)
-        operators = {event.op for event in recording.events}
-        return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
+
+def _workspaces(step: TrainingStep, recording: Recording) -> tuple[int, ...]:
+    of_lt = lt_workspaces(len(recording.phases_with_bias))
+    return (*of_lt, *workspaces(step.capability, step.workspace_config))
 
 
 # Gradients are averaged there, without DDP's buckets.
