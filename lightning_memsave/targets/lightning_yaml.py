@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.user_code import build_module, explained
-from lightning_memsave.targets.code import find_factory, importable
+from lightning_memsave.targets.code import find_factory, importable, load_yaml
 from lightning_memsave.targets.target import Target
 
 # Objects that do not affect the memory of a step.
@@ -143,20 +143,9 @@ def _section(path: str, found: Any, name: str) -> dict[str, Any]:
     return section
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads ``1e-3`` as a number, as LightningCLI does and YAML 1.1 does not."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
-    list("-+0123456789."),
-)
-
-
 def _load(path: Path) -> Any:
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        return load_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         said = " ".join(str(error).split())
         raise ConfigurationError(
