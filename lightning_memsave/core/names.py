@@ -1,24 +1,8 @@
-"""Names of modules and dtypes, and suggestions for misspelled names."""
+"""Names of modules, and suggestions for misspelled names."""
 
 import difflib
 import re
 from collections.abc import Iterable
-
-SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""torch's dtype names by those of safetensors headers."""
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
