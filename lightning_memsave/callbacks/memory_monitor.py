@@ -1,17 +1,17 @@
 """Log the memory of training."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.callbacks.memory_growth import MemoryGrowth
 from lightning_memsave.callbacks.memory_probes import PEAKS, CudaProbe, LiveTensorsProbe
 from lightning_memsave.callbacks.memory_summary import MemorySummary, print_summary
+from lightning_memsave.core.nested import first_size
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.plot import memory_axes
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.trainer.failures import attempted, describe, say
 from lightning_memsave.trainer.hooks import CallbackBase, log_info
@@ -216,7 +216,7 @@ class GPUMemoryMonitor(CallbackBase):
         if (run := self._run) is None:
             return
         run.probe.end_batch()
-        run.num_samples += batch_size_of(batch)
+        run.num_samples += first_size(batch)
         run.end_s = time.perf_counter()
         if trainer.global_step == run.step_before:
             return  # gradients are still being accumulated
@@ -345,29 +345,6 @@ def _log(trainer: Any, run: _Run, metrics: dict[str, float]) -> None:
                 run.has_failed_to_log = True
                 name = type(logger).__name__
                 say(trainer, f"Memory is not logged by `{name}`: {describe(failure)}")
-
-
-def batch_size_of(batch: object) -> int:
-    """Count the samples of a batch.
-
-    Example:
-        >>> from torch import zeros
-        >>> batch_size_of({"x": zeros(4, 2), "y": zeros(4)}), batch_size_of(["a", "b"])
-        (4, 2)
-    """
-    # A batch of PyTorch Geometric, whose tensors have a row for each node or edge.
-    num_graphs = getattr(batch, "num_graphs", None)
-    if isinstance(num_graphs, int):
-        return num_graphs
-    tensor = next(tensors_in(batch), None)
-    if tensor is not None:
-        return tensor.shape[0] if tensor.ndim else 1
-    while isinstance(batch, list | tuple | Mapping) and batch:
-        first = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-        if not isinstance(batch, Mapping) and not isinstance(first, list | tuple):
-            return len(batch)
-        batch = first
-    return 1
 
 
 def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -> None:

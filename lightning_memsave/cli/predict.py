@@ -6,7 +6,7 @@ import pickle
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
@@ -23,11 +23,8 @@ from lightning_memsave.cli.arguments import (
     whole_number,
     write_page_for,
 )
-from lightning_memsave.core.files import replacing
+from lightning_memsave.core.files import write_output
 from lightning_memsave.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning_memsave.prediction.result import MemoryPrediction
 
 SUMMARY = "Predict the peak memory of training, without a GPU and without allocating the model."
 EXAMPLES = """\
@@ -107,7 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
             notes=(f"Batch: {batch}", *notes, *(f"It {fit}." for fit in first.fits)),
         )
     if arguments.snapshot is not None:
-        _write_snapshot(arguments.snapshot, first.prediction)
+        # The viewer reads no later protocol.
+        snapshot = pickle.dumps(first.prediction.to_snapshot(), protocol=4)
+        write_output(arguments.snapshot, snapshot, "snapshot", "snapshot.pickle")
     if arguments.json:
         found = {"target": target.name, "batch": str(batch), "notes": list(notes)}
         print(json.dumps(found | _to_dict(first, variants), indent=2))
@@ -146,16 +145,3 @@ def _show(
         cases = [(case.name, case.prediction, case.fits) for case in (first, *variants)]
         show(Text(""), variants_table(cases))
     show_notes([f"note: {note}" for note in notes], arguments.html)
-
-
-def _write_snapshot(path: str, prediction: "MemoryPrediction") -> None:
-    # The viewer reads no later protocol.
-    found = pickle.dumps(prediction.to_snapshot(), protocol=4)
-    try:
-        with replacing(path) as file:
-            file.write(found)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The snapshot cannot be written to {path!r}: {error.strerror}. Name a file in a "
-            "folder that exists, for example snapshot.pickle."
-        ) from error

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_memsave.errors import ConfigurationError
+
 
 def is_installed(path: str) -> bool:
     """Return whether a file belongs to an installed package, not to the user's project.
@@ -43,6 +45,18 @@ def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iter
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def write_output(path: str | os.PathLike[str], content: bytes, what: str, example: str) -> None:
+    """Write a file that the user named."""
+    try:
+        with replacing(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The {what} cannot be written to {os.fspath(path)!r}: {error.strerror}. Name a file "
+            f"in a folder that exists and that you may write to, for example {example!r}."
+        ) from error
 
 
 def write_file(directory: str, name: str, content: str | bytes) -> None:

@@ -1,24 +1,8 @@
-"""Names of modules and dtypes, what a terminal obeys in them, suggestions for misspelled ones."""
+"""Names of modules, what a terminal obeys in them, suggestions for misspelled ones."""
 
 import difflib
 import re
 from collections.abc import Iterable
-
-SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""torch's dtype names by those of safetensors headers."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

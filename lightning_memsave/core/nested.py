@@ -120,6 +120,17 @@ def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
     )
 
 
+def first_size(batch: Any) -> int:
+    """Count the samples of the first tensor or list of values in a batch.
+
+    Example:
+        >>> first_size({"x": torch.zeros(4, 2), "y": torch.zeros(4)}), first_size(["a", "b"])
+        (4, 2)
+    """
+    rows = len(batch) if isinstance(batch, list | tuple) else 1
+    return next((size for _, size in _sizes(batch)), max(rows, 1))
+
+
 def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -> list[Any]:
     """Split a batch into batches of at most a number of samples."""
     num_samples = count_samples(batch, whole)

@@ -11,12 +11,19 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
 
 PROCESS_WIDE = threading.RLock()
 """Held during process-wide replacements: if two threads replaced the same attribute and restored it
 in the order in which they began, it would stay replaced. A single lock, as replacements nest."""
 
+_OURS = "_memsave_"
+BEFORE_COPIES = "_memsave_before_copies"
+"""What `set_own` gives modules to call before they are copied or pickled."""
+_NEEDS_IT = "memsave_needs_it"
+_NUM_TECHNIQUES = "_memsave_num_techniques"
 _PREVIOUS = "_memsave_previous_{}"
 _INSIDE = "_memsave_inside_{}"  # what an outer replacement calls
 
@@ -69,22 +76,58 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def unpatch(owner: object) -> None:
-    """Undo all patches of an object, such as a copy of a patched one, and this package's hooks."""
-    attributes = vars(owner)
-    # A copy of a module has the hooks of the original: added again, they would run twice.
-    for hooks in (attributes.get(name, {}) for name in _HOOKS):
-        for key in [key for key, hook in hooks.items() if _is_of_this_package(hook)]:
-            del hooks[key]
+def keep_copies_plain(model: nn.Module) -> Callable[[], None]:
+    """Let copies and pickles of a model, and of its modules, have nothing of this package.
+
+    What a user copies in the middle of a fit, such as a teacher or an average, is an ordinary
+    module: a technique can be applied to it, and it loads where this package is not installed.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        set_own(module, _NUM_TECHNIQUES, (own(module, _NUM_TECHNIQUES) or 0) + 1)
+        vars(module)["__getstate__"] = MethodType(__getstate__, module)
+
+    def undo() -> None:
+        for module in modules:
+            num = own(module, _NUM_TECHNIQUES) - 1
+            set_own(module, _NUM_TECHNIQUES, num)
+            if not num:
+                del vars(module)[_NUM_TECHNIQUES], vars(module)["__getstate__"]
+
+    return undo
+
+
+def __getstate__(self: nn.Module) -> Any:  # noqa: N807 - named like the method that it replaces
+    """Return what copies and pickles of a module get; replaces its ``__getstate__``."""
+    if (before := own(self, BEFORE_COPIES)) is not None:
+        before()
+    state: Any = type(self).__getstate__(self)
+    return _plain(self, state) if isinstance(state, dict) else state
+
+
+def _plain(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    plain = {k: v for k, v in state.items() if not k.startswith(_OURS)}
+    plain.pop("__getstate__", None)
     for prefix in (_INSIDE.format(""), _PREVIOUS.format("")):
-        for key in [key for key in attributes if key.startswith(prefix)]:
-            name, previous = key.removeprefix(prefix), attributes.pop(key)
-            if not _is_ours(attributes.get(name), name):
+        for key in [key for key in state if key.startswith(prefix)]:
+            name, previous = key.removeprefix(prefix), state[key]
+            if not _is_ours(plain.get(name), name):
                 continue
-            if previous is None or previous is getattr(type(owner), name, None):
-                del attributes[name]
+            if previous is None or previous is getattr(type(module), name, None):
+                del plain[name]
             else:
-                attributes[name] = previous
+                plain[name] = previous
+    hooks = {k: v for k, v in plain.items() if "_hooks" in k and isinstance(v, dict)}
+    # Other dictionaries have the keys of those with arguments by name.
+    ours = {
+        key
+        for each in hooks.values()
+        for key, hook in each.items()
+        if _is_of_this_package(hook) and not getattr(hook, _NEEDS_IT, lambda _: False)(module)
+    }
+    for name, each in hooks.items():
+        plain[name] = type(each)((key, hook) for key, hook in each.items() if key not in ours)
+    return plain
 
 
 class _Own:
@@ -109,7 +152,17 @@ def own(owner: object, name: str) -> Any:
     return found.value if isinstance(found, _Own) and found.owner() is owner else None
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HookT = TypeVar("HookT", bound=Callable[..., Any])
+
+
+def kept_in_copies(needs_it: Callable[[nn.Module], bool]) -> Callable[[HookT], HookT]:
+    """Let copies keep a hook of modules that cannot compute without it."""
+
+    def mark(hook: HookT) -> HookT:
+        vars(hook)[_NEEDS_IT] = needs_it
+        return hook
+
+    return mark
 
 
 def _is_of_this_package(hook: Any) -> bool:

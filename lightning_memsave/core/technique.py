@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
+from torch import nn
+
+from lightning_memsave.core.patching import keep_copies_plain
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 
@@ -207,6 +210,8 @@ class Technique(ABC, Generic[TargetT]):
         if problems:
             raise IncompatibleError(self.name, problems)
         handle = self._apply(target)
+        if isinstance(target, nn.Module) and handle.changes:
+            handle._undo.append(keep_copies_plain(target))
         if not handle.changes:
             reasons = "; ".join(handle.skipped) or "there was nothing to do"
             warnings.warn(f"{self.name} changed nothing: {reasons}.", NoEffectWarning, stacklevel=2)

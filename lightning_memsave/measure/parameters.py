@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.core.names import SAFETENSORS_DTYPES
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import storages_of
 
@@ -69,7 +68,7 @@ def _of_mapping(source: Mapping[str, Any]) -> Iterator[_Keyed]:
             continue
         try:
             shape, dtype = _shape_and_dtype(value)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise ConfigurationError(
                 f"`{name}` is {value!r:.80}, which is neither a tensor nor a shape. Give a tensor, "
                 "a shape such as `(10, 4)`, or a pair such as `((10, 4), 'float32')`."
@@ -83,15 +82,12 @@ def _is_buffer(name: str, dtype: str) -> bool:
 
 
 def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], str]:
-    if isinstance(value, Mapping):
-        value = (value["shape"], value.get("dtype", "float32"))
     shape, dtype = value, "float32"
     if len(value) == 2 and isinstance(value[0], Sequence):
         shape, dtype = value[0], str(value[1]).removeprefix("torch.")
     sizes = tuple(int(size) for size in shape)
     if isinstance(shape, str) or any(size < 0 for size in sizes):
         raise ValueError(shape)
-    dtype = SAFETENSORS_DTYPES.get(dtype, dtype)
     if not isinstance(getattr(torch, dtype), torch.dtype):
         raise ValueError(dtype)
     return sizes, dtype
@@ -125,8 +121,6 @@ class ModuleParameters:
     num_parameters: int = 0
     num_bytes: int = 0
     buffer_bytes: int = 0
-    num_trainable: int | None = 0
-    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,13 +201,8 @@ def ancestors(name: str) -> Iterator[str]:
 def _with_entry(row: ModuleParameters, entry: TensorEntry) -> ModuleParameters:
     if entry.is_buffer:
         return replace(row, buffer_bytes=row.buffer_bytes + entry.num_bytes)
-    is_known = row.num_trainable is not None and entry.is_trainable is not None
     return replace(
         row,
         num_parameters=row.num_parameters + entry.num_elements,
         num_bytes=row.num_bytes + entry.num_bytes,
-        num_trainable=(row.num_trainable or 0) + entry.num_elements * bool(entry.is_trainable)
-        if is_known
-        else None,
-        dtypes=tuple(dict.fromkeys((*row.dtypes, entry.dtype))),
     )

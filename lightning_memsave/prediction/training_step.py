@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.names import did_you_mean
-from lightning_memsave.core.patching import unpatch
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.constants import DETERMINISTIC_WORKSPACE
@@ -170,8 +169,6 @@ class TrainingStep:
         _check_batch(batch)
         if self.fit is None:
             return fake_module, fakes.copy_batch(batch)
-        for submodule in fake_module.modules():
-            unpatch(submodule)
         return fake_module, fakes.copy_whole_batch(batch)
 
     # An explicit precision of 32 cannot be told from Lightning's default, which the callback

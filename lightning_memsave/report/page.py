@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from lightning_memsave.core.files import replacing
+from lightning_memsave.core.files import write_output
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -90,21 +90,8 @@ def write_page(
         notes=notes,
         frontier=None if plan is None else _frontier(plan, unchanged_bytes),
     )
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise ConfigurationError(
-            f"The page cannot be written to {str(path)!r}: the folder {str(path.parent)!r} does "
-            f"not exist. Create it, or write to an existing folder, for example {path.name!r}."
-        )
-    try:
-        with replacing(path) as file:
-            file.write(page)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The page cannot be written to {str(path)!r}: {error.strerror}. "
-            'Use a folder with write permission, for example "memory.html".'
-        ) from error
-    return path
+    write_output(path, page, "page", "memory.html")
+    return Path(path)
 
 
 def make_page(predictions: Sequence[tuple[str, MemoryPrediction]], **shown: Any) -> bytes:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.core.names import SAFETENSORS_DTYPES
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import format_bytes
 
@@ -76,6 +75,23 @@ def load_without_code(
         ) from error
 
 
+# torch's names of dtypes, by those of safetensors.
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
 # `torch.save` compresses nothing.
 def _refuse_zip_bomb(path: Path) -> None:
     with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as file:
@@ -93,7 +109,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             return {
                 name: torch.empty(
                     found.get_shape(),
-                    dtype=getattr(torch, SAFETENSORS_DTYPES[found.get_dtype()]),
+                    dtype=getattr(torch, _DTYPES[found.get_dtype()]),
                     device="cpu",
                 )
                 for name, found in slices.items()

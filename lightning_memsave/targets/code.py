@@ -89,6 +89,13 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
     return make
 
 
+def load_yaml(text: str) -> Any:
+    """Read YAML as LightningCLI does, which takes ``1e-3`` for a number."""
+    from jsonargparse import get_loader  # noqa: PLC0415
+
+    return get_loader("yaml")(text)
+
+
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pair in pairs:
@@ -96,7 +103,7 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
         if not equals or not name.strip().isidentifier():
             raise ConfigurationError(f"{pair!r} is not an argument. Write `name=value`.")
         try:
-            found[name.strip()] = yaml.safe_load(value)
+            found[name.strip()] = load_yaml(value)
         except yaml.YAMLError as error:
             said = " ".join(str(error).split())
             raise ConfigurationError(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.user_code import build_module, explained
-from lightning_memsave.targets.code import find_factory, importable
+from lightning_memsave.targets.code import find_factory, importable, load_yaml
 from lightning_memsave.targets.target import Target
 
 # Objects that do not affect the memory of a step.
@@ -149,17 +149,6 @@ def _section(path: str, found: Any, name: str) -> dict[str, Any]:
     return section
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads ``1e-3`` as a number, as LightningCLI does and YAML 1.1 does not."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
-    list("-+0123456789."),
-)
-
-
 _MAX_VALUES = 100_000
 
 
@@ -176,7 +165,7 @@ def _num_values(found: Any, known: dict[int, int]) -> int:
 
 def _load(path: Path) -> Any:
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        found = load_yaml(path.read_text(encoding="utf-8"))
         if _num_values(found, {}) > _MAX_VALUES:
             raise ValueError(f"with its aliases written out it has over {_MAX_VALUES:,} values")
         return found

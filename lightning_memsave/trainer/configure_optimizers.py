@@ -8,7 +8,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    keep_copies_plain,
+    patch_method,
+    previous_method,
+)
 from lightning_memsave.core.technique import Handle, Technique, undo_all
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.trainer.trainer import has_configure_optimizers
@@ -20,10 +25,7 @@ _STATE = "_memsave_optimizer_techniques"
 
 
 class TechniqueState:
-    """What ``configure_optimizers`` on a module does with one technique.
-
-    Copies of the module and pickles of it take the technique along, not the optimizers.
-    """
+    """What ``configure_optimizers`` on a module does with one technique."""
 
     def __init__(self, technique: Technique[Any], yields: bool, method: str) -> None:
         self.technique = technique
@@ -34,9 +36,6 @@ class TechniqueState:
         self.problems: list[Problem] = []
         """Why it was applied to none of them, where it yields."""
         self.undo: list[Undo] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "handles": [], "problems": [], "undo": []}
 
 
 def enable(
@@ -58,6 +57,7 @@ def enable(
         undo.append(lambda: attributes.pop(_STATE, None))
         if has_configure_optimizers(pl_module):
             undo.append(patch_method(pl_module, configure_optimizers))
+        undo.append(keep_copies_plain(pl_module))
     attributes[_STATE].append(state)
 
     def restore() -> None:

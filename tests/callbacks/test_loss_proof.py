@@ -692,6 +692,13 @@ class TestTheProof:
         proven = "without the first of each sample"
         assert_proven([batch], Uniform(), shifted_mask, only(2), proven)
 
+    def test_where_all_losses_are_equal_cross_entropy_says_what_it_counts(self):
+        """A head that starts with zeros gives each token the same loss, however large."""
+        model = Tokens()
+        nn.init.zeros_(model.head.weight)
+        nn.init.zeros_(model.head.bias)
+        assert_proven([labelled()], model, masked, only(3), UNMASKED)
+
     def test_is_repeated_where_a_later_batch_tells_more(self):
         """In the first batch no label is left out: samples and tokens are the same."""
         torch.manual_seed(3)

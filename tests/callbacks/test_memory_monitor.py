@@ -22,11 +22,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memsave.callbacks import memory_probes as _memory_probes
-from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, batch_size_of
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memory_probes import CudaProbe, Probe
 from lightning_memsave.callbacks.memory_summary import MemorySummary, print_summary
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.nested import first_size
 from lightning_memsave.errors import ConfigurationError, MissingDependencyError
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.live_tensors import LiveTensors
@@ -375,6 +376,12 @@ def test_wrong_arguments(arguments, remedy):
         GPUMemoryMonitor(**arguments)
 
 
+class Graphs(SimpleNamespace):
+    """As PyTorch Geometric's `Batch`, whose tensors have a row for each node or edge."""
+
+    from_data_list = None
+
+
 @pytest.mark.parametrize(
     ("batch", "size"),
     [
@@ -389,11 +396,11 @@ def test_wrong_arguments(arguments, remedy):
         ({"text": "a"}, 1),
         ([], 1),
         (None, 1),
-        (SimpleNamespace(num_graphs=96, x=torch.zeros(1908, 3)), 96),
+        (Graphs(num_graphs=96, x=torch.zeros(1908, 3)), 96),
     ],
 )
 def test_batch_size(batch, size):
-    assert batch_size_of(batch) == size
+    assert first_size(batch) == size
 
 
 def documented_keys():

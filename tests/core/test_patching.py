@@ -1,11 +1,19 @@
 import copy
 import pickle
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method, unpatch
-from lightning_memsave.techniques.offloading.technique import Offloading
-from tests.cases import make_batch, make_model
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    keep_copies_plain,
+    patch_method,
+    previous_method,
+    set_own,
+)
+from lightning_memsave.core.technique import undo_all
 
 
 class Counter:
@@ -102,52 +110,67 @@ def test_static_methods_are_called_without_the_object():
     assert vars(static) == {}
 
 
-def test_unpatch_takes_the_patch_off_a_copy_alone():
-    counter = Counter(1)
-    patch_method(counter, add)
-    twin = copy.deepcopy(counter)
-    unpatch(twin)
-    assert vars(twin) == {"start": 1}
-    assert (twin.add(2), counter.add(2)) == (3, 300)
-    unpatch(twin)
-    patch_method(twin, add)
-    assert twin.add(2) == 300
+class Doubled(nn.Linear):
+    @staticmethod
+    def scale(amount: int) -> int:
+        return amount
 
 
-def test_unpatch_takes_hooks_of_this_package_off_a_copy():
-    """Applied to the copy again, a technique would do everything twice."""
-    seen: list[str] = []
-    model = make_model("dropout")
-    model.register_forward_hook(lambda *_: seen.append("of the user"))
-    handle = Offloading(True, min_bytes=1).apply(model)
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        unpatch(module)
-    before = [hook for module in twin.modules() for hook in module._forward_pre_hooks.values()]
-    after = [hook for module in twin.modules() for hook in module._forward_hooks.values()]
-    assert (len(before), len(after)) == (0, 1)
-    twin(make_batch(0))
-    assert seen == ["of the user"]
-    handle.undo()
+class Twice:
+    """Functions that are named as the methods."""
+
+    @staticmethod
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        return 2 * previous_method(layer, "forward")(x)
+
+    @staticmethod
+    def scale(layer: nn.Linear, amount: int) -> int:
+        return 2 * previous_method(layer, "scale")(amount)
 
 
-@pytest.mark.parametrize("is_over", [True, False])
-@pytest.mark.parametrize("is_undone_before", [True, False])
-def test_unpatch_leaves_a_method_that_was_put_there_before_or_after(is_undone_before, is_over):
-    counter, static = Counter(1), Static()
-    undo = patch_method(counter, add) if is_over else None
-    counter.add = lambda amount: -amount  # type: ignore[method-assign]
-    own = counter.add
-    undo = undo or patch_method(counter, add)
-    if is_undone_before:
-        undo()
-    unpatch(counter)
-    assert counter.add is own
-    assert vars(counter) == {"start": 1, "add": own}
-    patch_method(static, add)
-    unpatch(static)
-    assert static.add(2) == 2
-    assert vars(static) == {}
+def of_the_user(*_: object) -> None:
+    pass
+
+
+def double(module: nn.Module, input: object, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+double.__module__ = "lightning_memsave.some_technique"
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "copy"])
+def test_copies_have_no_patch_hook_or_attribute_of_this_package(how):
+    layer, x = Doubled(2, 2), torch.ones(1, 2)
+    layer.register_forward_hook(of_the_user)
+    expected = layer(x)
+    before = dict(vars(layer))
+    undo = [patch_method(layer, Twice.forward), patch_method(layer, Twice.scale)]
+    undo += [set_own(layer, "_memsave_own", 1)]
+    undo += [layer.register_forward_hook(double).remove]
+    undo += [keep_copies_plain(layer), keep_copies_plain(layer)]
+    for undone_first in (undo.pop(), None):
+        copied: Any = {
+            "deepcopy": copy.deepcopy,
+            "copy": copy.copy,
+            "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+        }[how](layer)
+        assert vars(copied).keys() == before.keys()
+        assert torch.equal(copied(x), expected)
+        assert copied.scale(1) == 1
+        assert torch.equal(layer(x), 4 * expected)
+        if undone_first is not None:
+            undone_first()
+    undo_all(undo)
+    assert vars(layer) == before
+
+
+def test_copies_keep_methods_that_a_user_has_replaced():
+    layer, x = Doubled(2, 2), torch.ones(1, 2)
+    layer.forward = lambda x: -x  # type: ignore[method-assign, assignment]
+    patch_method(layer, Twice.forward)
+    keep_copies_plain(layer)
+    assert torch.equal(copy.deepcopy(layer)(x), -x)
 
 
 class Outer:
@@ -184,5 +207,16 @@ class TestOuter:
         patch_method(loaded, Outer.add, is_outer=True)
         patch_method(loaded, add)
         assert loaded.add(2) == -300
-        unpatch(counter)
-        assert vars(counter) == {"start": 1}
+
+    def test_copies_of_modules_have_neither(self):
+        class Inner:
+            forward = staticmethod(lambda layer, x: -previous_method(layer, "forward")(x))
+
+        Inner.forward.__name__ = "forward"
+        layer, x = Doubled(2, 2), torch.ones(1, 2)
+        expected = layer(x)
+        patch_method(layer, Inner.forward)
+        patch_method(layer, Twice.forward, is_outer=True)
+        keep_copies_plain(layer)
+        assert torch.equal(copy.deepcopy(layer)(x), expected)
+        assert not torch.equal(layer(x), expected)

@@ -75,7 +75,7 @@ class TestFile:
         assert path.exists()
 
     def test_makes_no_folder_that_was_not_there(self, tmp_path):
-        with pytest.raises(ConfigurationError, match=r"'page\.html'"):
+        with pytest.raises(ConfigurationError, match=r"typo/page\.html'.* for example 'memory"):
             write_page(tmp_path / "typo" / "page.html", [("plain", tiny())])
         assert list(tmp_path.iterdir()) == []
 
@@ -106,7 +106,7 @@ class TestBadInput:
         assert not (tmp_path / "page.html").exists()
 
     def test_a_folder_is_no_file(self, tmp_path):
-        with pytest.raises(ConfigurationError, match=r"for example \"memory\.html\""):
+        with pytest.raises(ConfigurationError, match=r"for example 'memory\.html'"):
             write_page(tmp_path, [("plain", tiny())])
 
 

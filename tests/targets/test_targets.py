@@ -754,12 +754,13 @@ class TestBatchSpec:
 
 class TestArguments:
     def test_values_as_in_yaml(self):
-        assert parse_arguments(["a=1", "b=x=y", "c=[1, 2]", "d=null", "e='1'"]) == {
+        assert parse_arguments(["a=1", "b=x=y", "c=[1, 2]", "d=null", "e='1'", "f=1e-3"]) == {
             "a": 1,
             "b": "x=y",
             "c": [1, 2],
             "d": None,
             "e": "1",
+            "f": 1e-3,
         }
 
     @pytest.mark.parametrize("pair", ["a", "=1", "1a=2", "a=[", "a b=1"])

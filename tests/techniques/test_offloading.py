@@ -113,6 +113,14 @@ class TestUpdates:
         offloaded.step(2)
         assert seen == [True]
 
+    def test_are_complete_before_a_copy_is_made(self, offloaded):
+        gate = hold(offloaded)
+        offloaded.step(0)
+        threading.Timer(0.05, gate.set).start()
+        copied = copy.deepcopy(offloaded.model)
+        assert gate.is_set()
+        assert all(map(torch.equal, copied.parameters(), offloaded.model.parameters()))
+
     def test_come_in_the_order_of_the_forward_pass(self, monkeypatch):
         model = make_model("dropout").train()
         names = {id(p): name for name, p in model.named_parameters()}

@@ -71,6 +71,40 @@ def test_scaled_losses_give_the_same_training(what, resident, late):
         assert [loss for loss, _ in offloaded] == pytest.approx(losses, rel=tolerance)
 
 
+COPIED = """
+    import copy, json, torch
+    from torch import nn
+    from lightning_memsave import Offloading
+
+    def train(technique, copies):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(3)]
+        model = nn.Sequential(*layers, nn.Linear(32, 4)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        handle = technique.apply(model)
+        updates, losses = technique.update_in_background(optimizer), []
+        for number in range(4):
+            loss = model(torch.full((8, 32), float(number), device="cuda")).square().mean()
+            copied = copy.deepcopy(model) if copies else None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        updates.undo()
+        handle.undo()
+        return losses
+
+    technique = Offloading(%r, blocks="Sequential")
+    print(json.dumps([train(technique, copies) for copies in (False, True)]))
+"""
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_a_copy_in_the_middle_of_a_pass_leaves_its_weights_on_the_device(what):
+    without, copied = run_python(COPIED % what, card="t4", VGPU_COMPUTE="1")
+    assert copied == without
+
+
 def test_a_trainer_in_half_precision_gives_the_same_training():
     code = """
     import json, torch

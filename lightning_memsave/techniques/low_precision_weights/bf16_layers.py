@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import kept_in_copies, patch_method, previous_method
 from lightning_memsave.techniques.residences import residence_of
 
 
@@ -50,18 +50,24 @@ def compute_in_autocast(
     return undo
 
 
+def _has_bfloat16(module: nn.Module) -> bool:
+    return any(param.dtype is torch.bfloat16 for param in module.parameters())
+
+
+@kept_in_copies(_has_bfloat16)
 def _before_call(module: nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    context = None
-    if not _is_in_autocast():
-        residence = residence_of(module)
+    residence, context = residence_of(module), None
+    # A copy may be float32 again.
+    if not _is_in_autocast() and (residence is not None or _has_bfloat16(module)):
         device = next(module.parameters()).device if residence is None else residence.device
         context = torch.autocast(device.type, torch.bfloat16)
         context.__enter__()
     _CALLS.entered.append((module, context))
 
 
+@kept_in_copies(_has_bfloat16)
 def _after_call(module: nn.Module, *_: Any) -> None:
     # Not of this call, where another hook raised an error before ours was called.
     if torch.compiler.is_compiling() or not _CALLS.entered or _CALLS.entered[-1][0] is not module:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import (
+    BEFORE_COPIES,
+    patch_method,
+    previous_method,
+    set_own,
+)
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.residences import residence_of, set_residence
 
@@ -23,6 +28,7 @@ def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]
     inside = {id(m) for block in blocks for m in block.modules()}
     for module in model.modules():
         undo += [
+            set_own(module, BEFORE_COPIES, residence.complete),
             module.register_state_dict_pre_hook(_wait).remove,
             module.register_load_state_dict_pre_hook(_before_load).remove,
         ]

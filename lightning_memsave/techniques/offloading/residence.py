@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.blocks import Block, owners_of
-from lightning_memsave.core.memory import host_copies, mark_as_host
+from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import own, set_own
@@ -176,6 +176,15 @@ class Residence:
         self.finish()
         for part in self.all_parts:
             part.join()
+
+    def complete(self) -> None:
+        """Finish updates of parameters on the host; those that a pass has on the device stay."""
+        if is_fake(torch.empty(0, device="cpu")):  # a prediction copies no values
+            return
+        for part in self.all_parts:
+            if not part.is_on_device:
+                part.wait()
+                part.join()
 
     def average_gradients(self) -> None:
         """Average gradients over all processes, which must all call this."""
