@@ -129,12 +129,21 @@ def values_of(preset: str) -> dict[str, Any]:
     return {e.argument: None if preset == "off" else getattr(e, preset) for e in _ENTRIES}
 
 
+_GONE = (
+    *("block_micro_batch_size", "early_release", "eval_micro_batch_size", "force_8bit"),
+    *("keep_32bit", "optimizer_kwargs"),
+)
+
+
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of a plan in a checkpoint."""
-    optimizer = settings.get("optimizer")
-    if not isinstance(optimizer, Mapping):
-        return dict(settings)
-    return {**settings, "optimizer": LowBitOptimizer(**optimizer["init_args"])}
+    """Read the settings of a plan in a checkpoint, also those of earlier versions."""
+    found = {name: value for name, value in settings.items() if name not in _GONE}
+    optimizer, patterns = settings.get("optimizer"), settings.get("force_8bit")
+    if isinstance(optimizer, Mapping):
+        found["optimizer"] = LowBitOptimizer(**optimizer["init_args"])
+    elif optimizer and patterns:  # before they were settings of `LowBitOptimizer`
+        found["optimizer"] = LowBitOptimizer(optimizer, force_8bit=tuple(patterns))
+    return found
 
 
 def uses_blocks(settings: Mapping[str, Any]) -> bool:

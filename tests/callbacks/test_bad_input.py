@@ -165,7 +165,11 @@ def test_all_wrong_arguments_are_in_one_message():
     ("name", "remedy"),
     [
         ("optimizer_in_bckward", "Did you mean `optimizer_in_backward`"),
+        ("tf32", r'Write `torch\.set_float32_matmul_precision\("high"\)` before fit'),
+        ("early_release", "Remove it: tensors are always freed early"),
         ("monitor", r"Put `GPUMemoryMonitor\(\.\.\.\)` beside `MemSaveCallback` in the Trainer's"),
+        ("eval_micro_batch_size", r"`micro_batch_size=MicroBatching\(\.\.\., evaluation=False"),
+        ("optimizer_kwargs", r'Write it as `optimizer=LowBitOptimizer\("8bit", keep_32bit='),
         ("keep_32bit", r'Write it as `optimizer=LowBitOptimizer\("8bit", keep_32bit='),
         ("force_8bit", r'Write it as `optimizer=LowBitOptimizer\("8bit", keep_32bit='),
         ("loss_weight", r"Write `micro_batch_size=MicroBatching\(8, loss_weight="),

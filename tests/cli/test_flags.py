@@ -120,11 +120,13 @@ def test_every_argument_has_a_flag_here():
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        ("split_batch=f", "Write `micro_batch_size=MicroBatching(8, split_batch=...)`."),
+        ("block_micro_batch_size=4", 'Write `micro_batch_size=MicroBatching(8, of="blocks")`'),
+        ("early_release=true", "Remove it: tensors are always freed early."),
+        ("stack=classic", "Write `preset=...`, with the same values."),
         ("optimizer_in_bckward=true", "Did you mean `optimizer_in_backward`"),
     ],
 )
-def test_unknown_names_say_what_to_write(cli, flag, instead, capsys):
+def test_names_that_went_say_what_to_write(cli, flag, instead, capsys):
     with pytest.raises(SystemExit, match="2"):
         from_flags(cli, flag)
     assert instead in capsys.readouterr().err

@@ -19,12 +19,20 @@ _OF_OPTIMIZER = (
 INSTEAD: Mapping[str, str] = {
     "monitor": "Put `GPUMemoryMonitor(...)` beside `MemSaveCallback` in the Trainer's callbacks; "
     "nothing is measured with `report=False` and `predict=False`.",
+    "block_micro_batch_size": 'Write `micro_batch_size=MicroBatching(8, of="blocks")`; in YAML '
+    "with `class_path`.",
+    "eval_micro_batch_size": "Evaluation follows `micro_batch_size`; "
+    "`micro_batch_size=MicroBatching(..., evaluation=False)` leaves it out.",
+    "optimizer_kwargs": _OF_OPTIMIZER,
     "keep_32bit": _OF_OPTIMIZER,
     "force_8bit": _OF_OPTIMIZER,
     "loss_weight": "Write `micro_batch_size=MicroBatching(8, loss_weight=...)`.",
     "split_batch": "Write `micro_batch_size=MicroBatching(8, split_batch=...)`.",
+    "stack": "Write `preset=...`, with the same values.",
+    "early_release": "Remove it: tensors are always freed early.",
+    "tf32": 'Write `torch.set_float32_matmul_precision("high")` before fit.',
 }
-"""What to write for what is an argument of something else."""
+"""What to write for arguments that earlier versions had."""
 
 
 def describe_unknown(name: str, known: Iterable[str]) -> str:
