@@ -1,6 +1,8 @@
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,6 +330,21 @@ class Watching(Block):
         return super().forward(x)
 
 
+@contextmanager
+def matmul_precision(value: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def deterministic(warn_only: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]]]] = {
     "default dtype": (torch.get_default_dtype, lambda: _DtypeContextManager(torch.float64)),
     "default device": (torch.get_default_device, lambda: torch.device("meta")),
@@ -347,6 +364,16 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager
             cuda.cudnn_sdp_enabled(),
         ),
         lambda: sdpa_kernel(SDPBackend.MATH),
+    ),
+    "matmul precision": (torch.get_float32_matmul_precision, lambda: matmul_precision("high")),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, lambda: deterministic(False)),
+    "deterministic, only warned of": (
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        lambda: deterministic(True),
+    ),
+    "cudnn": (
+        lambda: torch.backends.cudnn.enabled,
+        lambda: torch.backends.cudnn.flags(enabled=False),
     ),
 }
 
@@ -368,6 +395,22 @@ def test_recomputation_has_the_settings_of_forward(setting, which):
     assert expected != before
     assert [expected] * 4 == SEEN
     assert read() == before
+
+
+def test_settings_are_restored_where_torch_does_not_tell_the_matmul_precision():
+    """Setting one backend alone, as torch recommends, makes the getter of all of them raise."""
+    code = """
+import torch
+from torch import nn
+from lightning_memsave import ActivationCheckpointing
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+ActivationCheckpointing(blocks=nn.Linear).apply(model)
+model(torch.randn(2, 4)).sum().backward()
+print(torch.backends.cuda.matmul.fp32_precision)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "tf32\n"
 
 
 @pytest.mark.parametrize("run", ["vmap", "grad", "functional_call"])

@@ -14,6 +14,7 @@ from tests.techniques.test_optimizer_state import FAMILIES
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
 
+
 class Reader(nn.Module):
     """An embedding, two weights that get 8 bits, and what is too small for it."""
 

@@ -188,8 +188,28 @@ def _warn_of_late_change(module: nn.Module, name: str) -> None:
     )
 
 
-# Process-wide settings that are set around a forward pass alone. `checkpoint` itself restores
-# autocast, the default device and the random state.
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # raised if `fp32_precision` of one backend was set
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _set_cudnn(is_enabled: bool) -> None:
+    torch.backends.cudnn.enabled = is_enabled
+
+
+# Process-wide settings that change the result of operators. `checkpoint` itself restores autocast,
+# the default device and the random state.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     # Lightning sets it around `training_step`, not around backward: "64-true", "bf16-true" ...
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -197,6 +217,15 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (_matmul_precision, _set_matmul_precision),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _set_deterministic,
+    ),
+    (lambda: torch.backends.cudnn.enabled, _set_cudnn),
 )
 
 
