@@ -351,6 +351,20 @@ class TestResume:
         fit(resumed, technique, ckpt_path=path)
         assert {betas for _, betas in resumed.trace} == {(0.8, 0.9)}
 
+    @pytest.mark.parametrize("bits", [8, 32])
+    def test_states_that_are_none_are_refused_in_words(self, tmp_path, package, bits):
+        """Each kind of them in `tests/techniques/test_optimizer_state.py`."""
+        path = tmp_path / "x.ckpt"
+        technique = LowBitOptimizer() if bits == 8 else None
+        trainer, _ = fit(regression(adamw, package), technique, package=package, max_epochs=1)
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        (state,) = saved["optimizer_states"]
+        for spoiled in ({0: state}, [{**state, "param_groups": None}]):
+            torch.save(saved | {"optimizer_states": spoiled}, path)
+            with pytest.raises(IncompatibleError, match="it cannot be read"):
+                fit(regression(adamw, package), technique, package=package, ckpt_path=path)
+
 
 def convert(output, technique):
     """Let a module return the output from ``configure_optimizers``."""

@@ -9,10 +9,11 @@ from lightning_memsave.techniques.low_bit_optimizer.checkpoint import convert_op
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
 from tests.helpers import assert_same
-from tests.techniques.test_optimizer_state import FAMILIES
+from tests.techniques.test_optimizer_state import FAMILIES, spoil
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
+GROUP, STATE = (["optimizer_states", 0, key, 0] for key in ("param_groups", "state"))
 
 
 class Reader(nn.Module):
@@ -283,4 +284,39 @@ def test_one_optimizer_that_keeps_several_kinds_of_state_stays_as_it_is():
     state = checkpoint["optimizer_states"][0]["state"]
     state[0] = {"momentum_buffer": state[0]["exp_avg"]}
     with pytest.raises(IncompatibleError, match=r"several kinds \(adam, momentum\)"):
+        convert_optimizer_states(checkpoint, "8bit")
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ({0: {}}, r"it cannot be read \("),
+        ([[]], r"it cannot be read \("),
+        ([{"state": {}, "param_groups": [{}]}], r"it cannot be read \("),
+    ],
+)
+@pytest.mark.parametrize("to", ["8bit", "32bit"])
+def test_what_is_no_optimizer_state_is_refused_in_words(states, message, to):
+    with pytest.raises(IncompatibleError, match=message):
+        convert_optimizer_states({"state_dict": {}, "optimizer_states": states}, to)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["state_dict"], 3, r"it cannot be read \("),
+        (["optimizer_states"], None, r"it cannot be read \("),
+        ([*GROUP, "lr"], "fast", r"it cannot be read \(ValueError: .*fast"),
+        ([*GROUP, "betas"], 3, r"it cannot be read \("),
+        ([*GROUP, "param_names"], [], r"it cannot be read \("),
+        ([*GROUP, "params"], [[0]], r"it cannot be read \("),
+        ([*STATE, "exp_avg"], "x", r"it cannot be read \("),
+        ([*STATE, "step"], "x", r"it cannot be read \("),
+        ([*STATE, "compensation"], torch.ones(3), r"`compensation` has shape \(3,\)"),
+    ],
+)
+def test_a_damaged_32bit_checkpoint_is_refused_in_words(path, value, message):
+    _, checkpoint = trained(FAMILIES["adamw"])
+    spoil(path, value)(checkpoint)
+    with pytest.raises(IncompatibleError, match=f"{message}.*Use an earlier checkpoint, or load"):
         convert_optimizer_states(checkpoint, "8bit")

@@ -269,40 +269,81 @@ def test_state_of_parameters_of_other_shapes_is_refused(name, old, new, kind):
             second.load_state_dict(first.state_dict())
 
 
-def spoil(key, value=None):
-    """Write a value into the state of the first parameter, or take it away."""
+def spoil(path, value):
+    """Write a value, or take it away, somewhere in the state dict of an optimizer."""
 
     def change(saved):
-        state = saved["state"][0][NESTED]
-        if value is None:
-            del state[key]
+        for key in path[:-1]:
+            saved = saved[key]
+        if value is KeyError:
+            del saved[path[-1]]
         else:
-            state[key] = value
+            saved[path[-1]] = value
 
     return change
 
 
 NESTED = "__bnb_optimizer_quant_state__"
+UNREADABLE = "it cannot be read"
 SPOILED = {
-    "half of the scales": (spoil("absmax1", torch.zeros(9)), r"`absmax1` has 9 values, not 18"),
-    "a short table": (spoil("qmap1", torch.zeros(16)), "`qmap1` has 16"),
-    "no second moment": (spoil("state2"), r"written by Lion|kinds \(adam, lion\)"),
+    "a list": (lambda saved: [saved], UNREADABLE),
+    "none": (lambda _: None, UNREADABLE),
+    "no groups": (spoil(["param_groups"], KeyError), UNREADABLE),
+    "a group is a text": (spoil(["param_groups", 0], "x"), UNREADABLE),
+    "params is a number": (spoil(["param_groups", 0, "params"], 4), UNREADABLE),
+    "a list for a parameter": (spoil(["state", 0], [1]), UNREADABLE),
+    "nested text": (spoil(["state", 0, NESTED], "x"), UNREADABLE),
+    "no step": (spoil(["state", 0, "step"], KeyError), UNREADABLE),
+    "several steps": (spoil(["state", 0, "step"], torch.ones(3)), "`step` is not one number"),
+    "no scales": (spoil(["state", 0, NESTED, "absmax1"], KeyError), UNREADABLE),
+    "half of the scales": (
+        spoil(["state", 0, NESTED, "absmax1"], torch.zeros(9)),
+        r"`absmax1` has 9 values, not 18",
+    ),
+    "a short table": (spoil(["state", 0, NESTED, "qmap1"], torch.zeros(16)), "`qmap1` has 16"),
+    "a number for a moment": (spoil(["state", 0, NESTED, "state1"], 1.0), UNREADABLE),
+    "no second moment": (
+        spoil(["state", 0, NESTED, "state2"], KeyError),
+        r"written by Lion|kinds \(adam, lion\)",
+    ),
+    "a type of its own": (
+        spoil(["state", 0, NESTED, "state1"], torch.zeros(65, 70, dtype=torch.int64)),
+        "`state1` is torch.int64",
+    ),
+    "a rest": (spoil(["state", 0, "compensation"], 1.0), UNREADABLE),
+    "a short rest": (
+        spoil(["state", 0, "compensation"], torch.zeros(3)),
+        r"`compensation` has shape \(3,\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", SPOILED)
 @pytest.mark.parametrize("width", [8, 32])
-def test_a_state_of_another_version_is_refused_in_words(case, width):
+def test_a_state_that_is_none_is_refused_in_words(case, width):
     change, message = SPOILED[case]
     model, make = make_model(), FAMILIES["adamw"]
     old = low_bit(model, make)
     train(model, old, 1)
-    spoiled = copy.deepcopy(old.state_dict())
-    change(spoiled)
+    saved = copy.deepcopy(old.state_dict())
+    changed = change(saved)
     new = low_bit(make_model(), make) if width == 8 else make(make_model())
+    spoiled = saved if changed is None and case != "none" else changed
     with pytest.raises(IncompatibleError, match=message) as caught:
         convert_state_dict(spoiled, new)
     assert "without `ckpt_path`" in str(caught.value)
     assert not any(new.state.values())
     with pytest.raises(IncompatibleError, match=message):
         convert_optimizer_states({"state_dict": {}, "optimizer_states": [spoiled]}, "32bit")
+
+
+@pytest.mark.parametrize("case", ["a short rest", "no groups", "a list for a parameter"])
+def test_a_32bit_state_with_nonsense_is_refused_by_a_32bit_run(case):
+    change, message = SPOILED[case]
+    model, make = make_model(), FAMILIES["adamw"]
+    old = make(model)
+    train(model, old, 1)
+    saved = copy.deepcopy(old.state_dict())
+    change(saved)
+    with pytest.raises(IncompatibleError, match=message):
+        convert_state_dict(saved, make(make_model()))

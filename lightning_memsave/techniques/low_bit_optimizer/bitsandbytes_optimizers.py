@@ -24,7 +24,10 @@ from lightning_memsave.techniques.low_bit_optimizer.state import (
     local_state_dict,
     sharded_state_dict,
 )
-from lightning_memsave.techniques.low_bit_optimizer.state_checks import check_states
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
+    check_states,
+    reading,
+)
 from lightning_memsave.techniques.optimizer_kinds import (
     KIND_BY_WORD,
     MIN_PAGED_NUMEL,
@@ -203,12 +206,13 @@ class _PerParameterBits(_Base):
         return sharded_state_dict(self, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        saved, own = (
-            [len(g["params"]) for g in groups]
-            for groups in (state_dict["param_groups"], self.param_groups)
-        )
-        if saved == own:  # otherwise bitsandbytes raises torch's error
-            check_states(state_dict, self.param_groups)
+        with reading():
+            saved, own = (
+                [len(g["params"]) for g in groups]
+                for groups in (state_dict["param_groups"], self.param_groups)
+            )
+            if saved == own:  # otherwise bitsandbytes raises torch's error
+                check_states(state_dict, self.param_groups)
         if are_sharded(parameters_of(self)):
             state_dict = local_state_dict(self, state_dict)
         # A paged state may be larger than the GPU: it is copied from the host to its pages.

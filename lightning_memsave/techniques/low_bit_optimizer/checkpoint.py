@@ -17,7 +17,10 @@ from lightning_memsave.techniques.low_bit_optimizer.state import (
     family_of,
     is_bitsandbytes,
 )
-from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
+    flat_state,
+    reading,
+)
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_step import OWN_STATE
 from lightning_memsave.techniques.parameter_names import matches
@@ -49,6 +52,7 @@ class StateChange:
         return self.state_dict is not None
 
 
+@reading()
 def convert_optimizer_states(
     checkpoint: Mapping[str, Any], to: Width, keep_32bit: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[StateChange]]:

@@ -12,8 +12,10 @@ from lightning_memsave.techniques.low_bit_optimizer.sharded import as_local, as_
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     NESTED,
     WEIGHTS_ONLY,
+    check_rests,
     check_states,
     flat_state,
+    reading,
 )
 from lightning_memsave.techniques.optimizer_kinds import (
     BLOCKSIZE,
@@ -35,6 +37,7 @@ FAMILY_NAMES = {
 }
 
 
+@reading()
 def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> StateDict:
     """Convert an optimizer's ``state_dict`` to the format of the optimizer that will load it.
 
@@ -47,6 +50,7 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
     sizes = [len(group["params"]) for group in groups]
     if sizes != [len(group["params"]) for group in target.param_groups]:
         return state_dict  # torch raises a good error for it
+    check_rests(state_dict, target.param_groups)
     kind = _kind_of(target)
     if from_bitsandbytes == to_bitsandbytes and (not to_bitsandbytes or kind is None):
         return state_dict

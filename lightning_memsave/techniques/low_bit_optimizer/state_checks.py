@@ -1,12 +1,14 @@
-"""Refuse optimizer states of other shapes: kernels do not check them."""
+"""Refuse optimizer states that cannot be read, or have other shapes: kernels do not check them."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, KINDS
+from lightning_memsave.techniques.optimizer_step import COMPENSATION
 
 # bitsandbytes hides its tensors from FSDP under this key since 0.49.
 NESTED = "__bnb_optimizer_quant_state__"
@@ -25,15 +27,48 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**outer, **state.get(NESTED, {})}
 
 
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Say what to do where something is not what an optimizer has written."""
+    try:
+        yield
+    except MemsaveError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _malformed(f"it cannot be read ({type(error).__name__}: {error})") from error
+
+
+def check_rests(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if the state of rounding has another shape than its parameter."""
+    for key, state, param in _pairs(state_dict, groups):
+        rest = state.get(COMPENSATION)
+        if rest is not None and rest.shape != param.shape:
+            raise _malformed(
+                f"`state[{key!r}]`: `{COMPENSATION}` has shape {tuple(rest.shape)}, not "
+                f"{tuple(param.shape)}"
+            )
+
+
 def check_states(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise if states do not fit the parameters of these groups; kernels do not check that."""
+    for key, state, param in _pairs(state_dict, groups):
+        _check_state(f"`state[{key!r}]`", flat_state(state), param)
+
+
+def _pairs(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Any, Mapping[str, Any], torch.Tensor]]:
     for saved, own in zip(state_dict["param_groups"], groups, strict=True):
         for key, param in zip(saved["params"], own["params"], strict=True):
-            if state := state_dict["state"].get(key):
-                _check_state(f"`state[{key!r}]`", flat_state(state), param)
+            state = state_dict["state"].get(key)
+            if state:
+                yield key, state, param
 
 
 def _check_state(where: str, flat: Mapping[str, Any], param: torch.Tensor) -> None:
+    counts_steps = flat.keys() & {"state1", "exp_avg_sq", "square_avg"}
+    if counts_steps and torch.as_tensor(flat["step"]).numel() != 1:
+        raise _malformed(f"{where}: `step` is not one number")
     for key in sorted(flat.keys() & _MOMENTS, reverse=True):  # `state2` first: it has one shape
         moment = flat[key]
         if moment is None and key == "momentum_buffer":  # SGD's before its first step
@@ -43,6 +78,8 @@ def _check_state(where: str, flat: Mapping[str, Any], param: torch.Tensor) -> No
             raise _malformed(f"{where}: `{key}` repeats one value to any size")
         if moment.dtype is torch.uint8:
             _check_scales(where, key[-1], flat, moment)
+        elif not moment.is_floating_point():
+            raise _malformed(f"{where}: `{key}` is {moment.dtype}")
 
 
 def _check_shape(where: str, key: str, moment: torch.Tensor, param: torch.Tensor) -> None:
@@ -61,12 +98,15 @@ def _check_shape(where: str, key: str, moment: torch.Tensor, param: torch.Tensor
     raise IncompatibleError("optimizer", [Problem(_WHAT, why, fix)])
 
 
-# Older versions of bitsandbytes had larger blocks.
 def _check_scales(where: str, number: str, flat: Mapping[str, Any], moment: torch.Tensor) -> None:
     rows = 2 if flat.get("state2") is not None and moment.ndim > flat["state2"].ndim else 1
     num_blocks = rows * -(-moment.numel() // rows // BLOCKSIZE)
     for key, size in ((f"absmax{number}", num_blocks), (f"qmap{number}", _TABLE_SIZE)):
         if flat[key].numel() != size:
-            why = f"{where}: `{key}` has {flat[key].numel()} values, not {size}"
-            fix = f"Use an earlier checkpoint, or {WEIGHTS_ONLY}"
-            raise IncompatibleError("optimizer", [Problem(_WHAT, why, fix)])
+            raise _malformed(f"{where}: `{key}` has {flat[key].numel()} values, not {size}")
+
+
+def _malformed(why: str) -> IncompatibleError:
+    why = f"{why}, so it is damaged or was not written by an optimizer"
+    fix = f"Use an earlier checkpoint, or {WEIGHTS_ONLY}"
+    return IncompatibleError("optimizer", [Problem(_WHAT, why, fix)])
