@@ -43,10 +43,8 @@ def describe_unknown(name: str, known: Iterable[str]) -> str:
 
 
 _OF_CLASS = r"'lightning_memsave[.\w]*\.MemSaveCallback':\s+"
-# Up to jsonargparse 4.40 options are keys.
 _UNKNOWN = re.compile(
-    r"\bmemsave\.(\w+)|Group 'memsave' does not accept (?:option|nested key) '(\w+)"
-    rf"|{_OF_CLASS}(?:Option|Key) '(\w+)"
+    rf"\bmemsave\.(\w+)|Group 'memsave' does not accept option '(\w+)|{_OF_CLASS}Option '(\w+)"
 )
 
 
