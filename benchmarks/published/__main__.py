@@ -173,6 +173,8 @@ def make_text(sources: Mapping[str, Any]) -> str:
 
 
 def _of_errors(errors: Sequence[float]) -> tuple[str, str]:
+    if not errors:
+        return "-", "-"
     worst = max(errors, key=abs)
     return f"{statistics.median(map(abs, errors)):.2%}", f"{worst:+.2%}"
 
