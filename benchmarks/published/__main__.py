@@ -91,7 +91,7 @@ def describe(source: Source, found: Mapping[str, Any]) -> dict[str, Any]:
         Both, for the result file.
     """
     told = ("url", "versions", "gpu", "figure", "unit", "model", "config", "config_from")
-    more = ("loop", "dtype", "has_mask", "context", "differs")
+    more = ("loop", "dtype", "has_mask", "context", "differs", "wrong")
     return {name: getattr(source, name) for name in (*told, *more)} | dict(found)
 
 
@@ -103,10 +103,15 @@ def errors_of(sources: Mapping[str, Any], *, as_published: bool) -> list[float]:
         as_published: Whether of those with the run's own code of model and loop, or the others.
 
     Returns:
-        Relative errors of all their runs.
+        Relative errors of their runs, without figures that are wrong.
     """
-    chosen = [found for found in sources.values() if as_published != bool(found["differs"])]
-    return [run["error"] for found in chosen for run in found["runs"].values()]
+    return [
+        one["error"]
+        for found in sources.values()
+        if as_published != bool(found["differs"])
+        for run, one in found["runs"].items()
+        if run not in found["wrong"]
+    ]
 
 
 def make_text(sources: Mapping[str, Any]) -> str:
@@ -125,7 +130,7 @@ def make_text(sources: Mapping[str, Any]) -> str:
             found["figure"],
             found["transformers"],
             str(len(found["runs"])),
-            *_of_errors([run["error"] for run in found["runs"].values()]),
+            *_of_errors(errors_of({name: found}, as_published=not found["differs"])),
         ]
         for name, found in sources.items()
     ]
@@ -153,6 +158,12 @@ def make_text(sources: Mapping[str, Any]) -> str:
             _summary("With the run's own code of the model", errors_of(sources, as_published=True))
             + "\n"
             + _summary("With other code", errors_of(sources, as_published=False)),
+            *(
+                f"Not in these medians: {name}, {run}: {why}."
+                for name, found in sources.items()
+                for run, why in found["wrong"].items()
+                if run in found["runs"]
+            ),
             markdown_table(header, overview),
             "\n".join(lines),
             "Each run, in MiB:",
@@ -162,6 +173,8 @@ def make_text(sources: Mapping[str, Any]) -> str:
 
 
 def _of_errors(errors: Sequence[float]) -> tuple[str, str]:
+    if not errors:
+        return "-", "-"
     worst = max(errors, key=abs)
     return f"{statistics.median(map(abs, errors)):.2%}", f"{worst:+.2%}"
 
@@ -171,6 +184,27 @@ def _summary(what: str, errors: Sequence[float]) -> str:
         return f"{what}: none."
     median, worst = _of_errors(errors)
     return f"{what}: {len(errors)} figures, median error {median}, worst {worst}."
+
+
+def lay_out(by_name: Mapping[str, Source], folder: Path) -> int:
+    """Write the table of a result file again, after a change of its words.
+
+    Args:
+        by_name: The sources.
+        folder: Of the result file.
+
+    Returns:
+        0.
+    """
+    written = json.loads((folder / "published.json").read_text(encoding="utf-8"))
+    sources = {
+        name: describe(by_name[name], {key: found[key] for key in ("transformers", "runs")})
+        for name, found in written["sources"].items()
+    }
+    made = written["provenance"]
+    text = make_text(sources)
+    write_results("published", {"sources": sources}, text, folder=folder, put_together=made)
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--installed", action="store_true", help="only what is installed here")
     parser.add_argument("--results", type=Path, help="folder of the result files")
+    parser.add_argument("--lay-out", action="store_true", help="only the table, of what was found")
     parser.add_argument("--only", choices=names, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -201,6 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only:
         print(json.dumps(predict_source(by_name[options.only], options.runs)))
         return 0
+    if options.lay_out:
+        return lay_out(by_name, options.results or RESULTS)
     is_whole = options.sources == names and not options.runs and not options.installed
     # A part of the table should not stand among the results.
     folder = options.results or (RESULTS if is_whole else Path(tempfile.mkdtemp()))

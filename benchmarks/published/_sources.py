@@ -59,6 +59,7 @@ class Source:
             `None` is the estimate of the prediction.
         transformers: Version of transformers that has the model's code of the run.
         differs: What is not as in the run, apart from torch; empty if nothing is.
+        wrong: Runs whose figure is not theirs, as the source itself shows, and why.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Source:
     context: float | None = None
     transformers: str | None = None
     differs: str = ""
+    wrong: Mapping[str, str] = field(default_factory=dict)
 
 
 # Rows of "batch tokens eager sdpa"; a dash is a run that was out of memory. Of each table the rows
@@ -199,6 +201,10 @@ SOURCES = (
             8 2048 - 8821.18
         """),
         has_mask=True,
+        wrong={
+            "8 x 2048, sdpa": "the source has the figure and the time of 8 x 1024, as it has those "
+            "of 4 x 1024 for 4 x 2048, which are as many tokens as 8 x 1024"
+        },
         transformers="4.46.3",
     ),
     Source(

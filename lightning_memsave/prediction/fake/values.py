@@ -147,7 +147,8 @@ class KnownValues(TorchDispatchMode):
     Padding masks, the number of valid labels, positions: what a model computes from token ids and
     reads in Python, or uses as a shape, has the value of the real step. Values that depend on
     weights or random numbers are guessed (conditions are true, all elements are selected, a single
-    uniform random number is 0.5) and listed in ``guesses``, as are those that depend on values marked by `mark_placeholder`.
+    uniform random number is 0.5) and listed in ``guesses``, as are those that depend on values
+    marked by `mark_placeholder`.
     """
 
     supports_higher_order_operators = True
@@ -202,10 +203,7 @@ class KnownValues(TorchDispatchMode):
             args, kwargs = tree_map_only(_WITH_DATA, self._fake_of_shared, (args, kwargs))
             inputs = [*operands(args), *operands(kwargs.values())]
         is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
-        answer = self._draw() if func is aten.rand.default and not args[0] else None
-        if answer is None:
-            answer = _answer_for_finite(func, args)
-        if answer is not None:
+        if (answer := self._answer(func, args)) is not None:
             result = self._run(func, args, kwargs, is_known=False)
             with _disable_current_modes():
                 setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
@@ -225,10 +223,12 @@ class KnownValues(TorchDispatchMode):
             _invalidate(func, args, kwargs)
         return result
 
-    # One number decides whether a part runs, as in LayerDrop: all parts do if it is not small.
-    def _draw(self) -> float:
-        self._guess(f"a random number was assumed to be {_DRAWN}")
-        return _DRAWN
+    def _answer(self, func: Any, args: tuple[Any, ...]) -> bool | float | None:
+        # One number decides whether a part runs, as in LayerDrop: with this one it does.
+        if func is aten.rand.default and not args[0]:
+            self._guess(f"a random number was assumed to be {_DRAWN}")
+            return _DRAWN
+        return _answer_for_finite(func, args)
 
     # A real tensor that the module's copy shares with the original: steps must not change it, but
     # must see their own changes.
