@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         OptimizerInBackward as OptimizerInBackward,
     )
     from lightning_memsave.trainer.strategies import FSDP2Strategy as FSDP2Strategy
+    from lightning_memsave.trainer.strategies import PipelineStrategy as PipelineStrategy
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing.technique",
@@ -108,6 +109,7 @@ _MODULES = {
     "Offloading": "techniques.offloading.technique",
     "OptimizerInBackward": "techniques.optimizer_in_backward.technique",
     "PeakMemory": "measure.peak",
+    "PipelineStrategy": "trainer.strategies",
     "check_training": "api",
     "compare_memory": "api",
     "explain_memory": "api",
