@@ -189,7 +189,7 @@ class PipelineStrategyMixin:
         assert self._chain is not None, "`setup` has made it"
         draw_alike(self.root_device, dist.group.WORLD)
         if step.__name__ in self._checked:
-            return self._chain.run(lambda: step(*args), Until.END)[0]
+            return self._chain.run(lambda: step(*args), Until.END)
         self._checked.add(step.__name__)
         return self._chain.run_checked(lambda: step(*args))
 

@@ -19,7 +19,7 @@ from lightning_memsave.techniques.micro_batching.loss_probe import SavesBeforeWr
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
-from lightning_memsave.trainer.distributed import sum_gradients
+from lightning_memsave.trainer.distributed import all_reduce_min, sum_gradients
 from lightning_memsave.trainer.hooks import find_zero_grad_override
 from lightning_memsave.trainer.logged_values import combined
 from lightning_memsave.trainer.pipeline_chain import OWNER, Chain, Until
@@ -41,7 +41,8 @@ class Batches:
         self._runner = MicroBatchRunner(1, strategy.loss_weight, None)
         self._runner.require_proof()
         self._proof = Proof()
-        self._has_looked = False
+        self._dtypes: tuple[torch.dtype, ...] = ()
+        """Of what is received and sent, once the first batch was looked at."""
         self._form: Any = None
         """Of micro-batches: what their tensors look like, and the shape that comes to blocks."""
         self._schedule: tuple[Any, Any] = (None, None)
@@ -50,7 +51,7 @@ class Batches:
     def train(self, step: Step, batch: Any) -> Tensor:
         """Run forward and backward of a batch; backward of the loss adds the gradients."""
         seed = self._agree(batch)
-        if not self._has_looked:
+        if not self._dtypes:
             self._look(step, batch)
         parts, weights, sizes = self._split(step, batch)
         shape = self._shape_of_hidden(step, parts[0])
@@ -111,7 +112,7 @@ class Batches:
             why = "each micro-batch updates it, on the last process only"
             fix = "Log its value: `self.log(name, self.metric(...))`, which is a tensor."
             raise IncompatibleError(OWNER, [Problem(f"`self.log({metrics[0]!r}, ...)`", why, fix)])
-        self._has_looked = True
+        self._dtypes = self._chain.dtype_received, self._chain.dtype_sent
 
     def _split(self, step: Step, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
         wanted, runner = self._strategy.num_micro_batches, self._runner
@@ -133,7 +134,7 @@ class Batches:
 
         def loss_of(part: Any) -> Tensor | None:
             with _Logs(self._module):
-                return _loss_in(self._chain.run(lambda: step(part), Until.END)[0])
+                return _loss_in(self._chain.run(lambda: step(part), Until.END))
 
         check = LossCheck(
             *(loss_of, batch, self._module),
@@ -141,7 +142,7 @@ class Batches:
             known=known,
             needs_split=True,
         )
-        proof = prove(check)
+        proof = prove(check, functools.partial(all_reduce_min, self._trainer))
         if proof.reason:
             fix = (
                 "Pass `PipelineStrategy(loss_weight=...)`, a function of a micro-batch that gives "
@@ -163,8 +164,7 @@ class Batches:
         form = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._form is None or self._form[0] != form:
             with torch.no_grad(), _Logs(self._module), _random_numbers(self._module):
-                _, hidden = self._chain.run(lambda: step(part), Until.FIRST_BLOCK)
-            assert hidden is not None, "each step comes to the first block"
+                hidden = self._chain.run(lambda: step(part), Until.FIRST_BLOCK)
             self._form = form, hidden.shape
         shape: torch.Size = self._form[1]
         return shape
@@ -175,9 +175,9 @@ class Batches:
             like = functools.partial(torch.empty, device="meta", requires_grad=True)
             before, after = like(()), like(())
             if chain.rank:
-                before = like(shape, dtype=chain.dtype_between(chain.rank - 1))
+                before = like(shape, dtype=self._dtypes[0])
             if not chain.is_last:
-                after = like(shape, dtype=chain.dtype_between(chain.rank))
+                after = like(shape, dtype=self._dtypes[1])
             stage = PipelineStage(
                 *(self._stage, chain.rank, chain.size, chain.device),
                 input_args=(before,) if chain.rank else (),
@@ -200,21 +200,20 @@ class Batches:
         chain, (seed, index, number) = self._chain, numbers
         _seed(seed + index)  # what the step draws before the blocks is the same on all stages
         own = functools.partial(torch.manual_seed, seed + index + number * (chain.rank + 1))
-        result, hidden = chain.run(lambda: step(part), Until.OWN_BLOCKS, received, own)
+        found = chain.run(lambda: step(part), Until.OWN_BLOCKS, received, own)
         if chain.is_last:
-            loss = _loss_in(result)
+            loss = _loss_in(found)
             if loss is None:
                 why = "it returned no loss, and other processes wait for its gradients"
                 problem = Problem("`training_step`", why, "Return a loss for every batch.")
                 raise IncompatibleError(OWNER, [problem])
             return loss
-        assert hidden is not None, "own blocks have run"
-        if (hidden.shape, hidden.dtype) != (shape, chain.dtype_between(chain.rank)):
-            why = f"between blocks it has shape {tuple(hidden.shape)} and {hidden.dtype}, which "
-            why += f"differs from {tuple(shape)} and {chain.dtype_between(chain.rank)} before"
+        hidden: Tensor = found.contiguous()
+        if hidden.shape != shape or hidden.dtype != self._dtypes[1]:
+            why = f"between blocks it has shape {tuple(hidden.shape)} and {hidden.dtype}, and not "
+            why += f"{tuple(shape)} and {self._dtypes[1]} as in the first micro-batch"
             fix = "Give micro-batches of a batch one shape."
             raise IncompatibleError(OWNER, [Problem("the batch", why, fix)])
-        hidden = hidden.contiguous()
         # The next stage sends a gradient in any case.
         return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
 

@@ -1,8 +1,8 @@
 """Run the blocks of a model on several processes, each of which runs the user's whole step.
 
 A process computes its own blocks. Blocks before them return placeholders, of which anything that is
-computed before the own blocks is a placeholder again, and the last of them returns what the stage
-before has computed. From there on nothing may need a placeholder.
+computed before the own blocks is a placeholder again; the first own block is given what the stage
+before has computed for it. From there on nothing may need a placeholder.
 """
 
 import contextlib
@@ -51,6 +51,8 @@ class Elsewhere(Tensor):
 
     source: str
     chain: "weakref.ref[Chain]"
+    received: Tensor | None = None
+    """What has taken its place in the first block of a stage."""
 
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype, source: str, chain: "Chain") -> "Elsewhere":
@@ -62,6 +64,10 @@ class Elsewhere(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Before autograd: `hidden + block(hidden)` at the start of a stage has two gradients. Not in
+        # a function with its own backward, which would lose one.
+        if torch.is_grad_enabled() or not _is_in_training(args):
+            args, kwargs = tree_map_only(Elsewhere, _known, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -90,6 +96,15 @@ class Elsewhere(Tensor):
         return f"Elsewhere(size={tuple(self.shape)}, source={self.source!r})"
 
 
+def _known(tensor: Elsewhere) -> Tensor:
+    return tensor if tensor.received is None else tensor.received
+
+
+def _is_in_training(args: Any) -> bool:
+    found = (a.chain() for a in tree_leaves(args) if isinstance(a, Elsewhere))
+    return any(chain is not None and chain.is_in_training for chain in found)
+
+
 def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
@@ -114,7 +129,6 @@ class _Run:
     is_checked: bool = False
     num_called: int = 0
     num_chains: int = 0
-    last: Tensor | None = None
     versions: dict[str, int] | None = None
 
 
@@ -128,6 +142,7 @@ class Chain:
         self.bounds = bounds
         self.templates: list[Any] = [None] * len(blocks)
         """What each block returns, with tensors of the meta device."""
+        self.dtype_received = self.dtype_sent = torch.float32
         self._module = module
         self._run: _Run | None = None
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -138,16 +153,16 @@ class Chain:
         return self.rank == self.size - 1
 
     @property
+    def is_in_training(self) -> bool:
+        return self._run is not None and self._run.until is Until.OWN_BLOCKS
+
+    @property
     def needs_values(self) -> bool:
         """Whether what runs now is part of the result."""
         return self._run is None or self._run.is_live
 
     def owner_of(self, index: int) -> int:
         return next(rank for rank in range(self.size) if index < self.bounds[rank + 1])
-
-    def dtype_between(self, rank: int) -> torch.dtype:
-        """Give the type of what a stage passes on."""
-        return _hidden_in(self.templates[self.bounds[rank + 1] - 1]).dtype
 
     def patch(self) -> None:
         """Let the blocks ask where they run."""
@@ -164,16 +179,16 @@ class Chain:
         until: Until,
         received: Tensor | None = None,
         before_own: Callable[[], object] | None = None,
-    ) -> tuple[Any, Tensor | None]:
-        """Run a step; returns its result, if it comes so far, and what ended it or the stage."""
+    ) -> Any:
+        """Run a step; returns its result, or what came to the block that ended it."""
         run = _Run(until, self.rank == 0, received, before_own)
         with self._running(run):
             try:
                 result = step()
             except StageEnd as end:
-                return None, end.hidden
+                return end.hidden
             self._require_end(run)
-            return result, run.last
+            return result
 
     def run_checked(self, step: Callable[[], Any]) -> Any:
         """Run a step to its end on all processes, which tell each other what does not fit."""
@@ -201,41 +216,40 @@ class Chain:
 
     def call(self, index: int, original: Any, args: Any, kwargs: Any) -> Any:
         """Run a block, or give what stands for its result."""
-        run = self._run
-        if run is None:
+        run, hidden = self._run, _first_tensor(args, kwargs)
+        if run is None:  # `checkpoint(block, ...)` of the user's own runs it again
+            known = getattr(hidden, "received", None)
+            args, kwargs = (args, kwargs) if known is None else _with_first(args, kwargs, known)
             return original(*args, **kwargs)
         self._require_order(run, index)
-        hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         if hidden is None:
             raise self._refused(index, "it is called without a tensor")
         if index == 0:
             self._begin(run, hidden, args, kwargs)
-        if run.until is Until.OWN_BLOCKS and index == self.bounds[self.rank + 1]:
-            assert run.last is not None, "own blocks come first"
-            raise StageEnd(run.last)
+        if index and index in self.bounds:
+            args, kwargs = self._cross(run, index, hidden, args, kwargs)
         is_own, output = self.owner_of(index) == self.rank, None
         if is_own:
             if run.before_own is not None and index == self.bounds[self.rank]:
                 run.before_own()
             output = original(*args, **kwargs)
             self._require_form(run, index, hidden, output)
-            run.last = _hidden_in(output)
         if run.is_checked:
-            template = map_tensors(output, _without_values) if is_own else None
-            self._learn(run, index, template)
-        passed = self._pass_on(run, index, hidden) if run.until is Until.END else None
-        if is_own:
-            return output
-        if index == self.bounds[self.rank] - 1 and run.until is Until.OWN_BLOCKS:
-            passed, run.is_live = run.received, True
-            if passed is not None and not torch.is_grad_enabled():
-                raise self._refused(index, "it runs without gradients, as in `checkpoint(...)`")
-        return self._filled(index, hidden, passed)
+            self._learn(run, index, output if is_own else None)
+        found = None
+        if index == len(self.blocks) - 1 and run.until is Until.END:
+            # What comes to it too: the step may use it beside the result.
+            both = [_first_tensor(args, kwargs), _hidden_in(output)] if is_own else None
+            received, found = from_owner(both, self.size - 1, self.device)
+            run.is_live = True
+            if isinstance(hidden, Elsewhere):
+                hidden.received = hidden.received if is_own else received
+        return output if is_own else self._filled(index, hidden, found)
 
     def _begin(self, run: _Run, hidden: Tensor, args: Any, kwargs: Any) -> None:
         if run.until is Until.FIRST_BLOCK:
             raise StageEnd(hidden)
-        run.is_live, run.last = self.rank == 0, None
+        run.is_live = self.rank == 0
         run.versions = run.versions or self._versions()
         if is_given_cache(args, kwargs):
             caches = [v for v in (*args, *kwargs.values()) if is_given_cache((v,), {})]
@@ -248,31 +262,41 @@ class Chain:
                 )
             self._caches.update(caches)
 
-    def _pass_on(self, run: _Run, index: int, hidden: Tensor) -> Tensor | None:
-        """Send what other processes need of a block, or receive it."""
-        owner, found = self.owner_of(index), None
-        is_end = index == self.bounds[owner + 1] - 1
-        if index == len(self.blocks) - 1:
-            found = from_owner(run.last, owner, self.device)
-            run.is_live = True
-        elif is_end and self.rank == owner:
-            assert run.last is not None, "the block has run"
-            _send(run.last, owner + 1)
+    def _cross(
+        self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Pass on what comes to the first block of a stage, and give its arguments."""
+        owner = self.owner_of(index)
+        if run.is_checked:
+            self._tell(run, index)
+        if self.rank == owner - 1:
             run.is_live = False
-        elif is_end and self.rank == owner + 1:
-            found, run.is_live = _receive(owner, self.device), True
-        return found
+            self.dtype_sent = hidden.dtype
+            if run.until is Until.OWN_BLOCKS:
+                raise StageEnd(hidden)
+            _send(hidden, owner)
+        if self.rank != owner:
+            return args, kwargs
+        run.is_live, received = True, run.received
+        if run.until is Until.END:
+            received = _receive(owner - 1, self.device)
+            self.dtype_received = received.dtype
+        elif not torch.is_grad_enabled():
+            raise self._refused(index, "it runs without gradients, as in reentrant checkpointing")
+        if isinstance(hidden, Elsewhere):
+            hidden.received = received
+        return _with_first(args, kwargs, received)
 
-    def _filled(self, index: int, hidden: Tensor, passed: Tensor | None) -> Any:
-        """Give the form of a block's result: what was passed on, and placeholders."""
-        source, is_first = self.blocks[index].name, True
+    def _filled(self, index: int, hidden: Tensor, found: Tensor | None = None) -> Any:
+        """Give the form of a block's result, of placeholders but for what is known."""
+        first = [hidden]
 
         def fill(leaf: Tensor) -> Tensor:
-            nonlocal is_first
-            like, is_first = (hidden if is_first else leaf), False
-            if passed is not None and like is hidden:
-                return passed
-            return Elsewhere(like, leaf.dtype, source, self)
+            if first and found is not None:
+                first.clear()
+                return found
+            like = first.pop() if first else leaf
+            return Elsewhere(like, leaf.dtype, self.blocks[index].name, self)
 
         return map_tensors(self.templates[index], fill)
 
@@ -318,7 +342,8 @@ class Chain:
             if not buffer.is_inference()
         }
 
-    def _learn(self, run: _Run, index: int, template: Any) -> None:
+    def _learn(self, run: _Run, index: int, output: Any) -> None:
+        template = map_tensors(output, _without_values)
         self.templates[index] = self._tell(run, index, template)[self.owner_of(index)]
 
     def _tell(
@@ -367,6 +392,17 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 def _hidden_in(output: Any) -> Tensor:
     return _tensors_in(output)[0]
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+
+
+def _with_first(args: Any, kwargs: Any, hidden: Any) -> tuple[Any, Any]:
+    """Give arguments with another first tensor."""
+    first = _first_tensor(args, kwargs)
+    found = tuple(hidden if a is first else a for a in args)
+    return found, {name: hidden if a is first else a for name, a in kwargs.items()}
 
 
 def _problem_of(error: Exception) -> Problem:
