@@ -489,8 +489,9 @@ def of_other_batches() -> Any:
     return train(lit(), data=batches(8, 8)[rank : rank + 1])
 
 
-def in_a_loop(**arguments: Any) -> Any:
-    return train(lit(), off(**arguments), limit_val_batches=0)
+def beside(**arguments: Any) -> Any:
+    preset = {} if "budget" in arguments else {"preset": "off"}
+    return train(lit(), MemSaveCallback(report=False, **preset, **arguments))
 
 
 def manual() -> Any:
@@ -516,12 +517,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "checkpointing": (lambda: train(lit(with_own_checkpointing)), "activation_checkpointing=\"all\""),
     "manual": (manual, "Train in one process"),
     **{
-        name: (functools.partial(in_a_loop, **{name: value}), f"Set `{name}=None`")
+        name: (functools.partial(beside, **{name: value}), f"Set `{name}=None`")
         for name, value in {
             "micro_batch_size": 4,
             "offload": "activations",
             "optimizer_in_backward": True,
-            "low_precision_weights": True,
+            "low_precision_weights": "master",
             "chunked_cross_entropy": True,
             "accumulate_grad_batches": 2,
             "budget": "1GiB",
