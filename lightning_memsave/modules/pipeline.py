@@ -10,17 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks
+from lightning_memsave.core.blocks import (
+    Block,
+    BlockSelector,
+    as_selectors,
+    compiled_in,
+    find_blocks,
+)
 from lightning_memsave.core.patching import patch_method, previous_method, set_own
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.modules.pipeline_batches import SCHEDULES, Batches
-from lightning_memsave.modules.pipeline_checks import problems_of, problems_of_optimizer
 from lightning_memsave.techniques.micro_batching.loss_weights import LossWeight
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.trainer.pipeline_chain import OWNER, Chain, Until
 from lightning_memsave.trainer.pipeline_state import OUTSIDE, StageState, clip_grad_by_norm
 from lightning_memsave.trainer.tensor_parallel import copy_from_first, draw_alike
+from lightning_memsave.trainer.trainer import averages_weights
 
 
 class PipelineStrategyMixin:
@@ -110,7 +118,7 @@ class PipelineStrategyMixin:
         self.accelerator.setup(trainer)
         module, group = self.lightning_module, dist.group.WORLD
         blocks = find_blocks(module, self.blocks)
-        if problems := [*problems_of(trainer, module, blocks, self.num_micro_batches)]:
+        if problems := [*_problems_of(trainer, module, blocks, self.num_micro_batches)]:
             raise IncompatibleError(OWNER, problems)
         self.model = self.precision_plugin.convert_module(self.model)
         copy_from_first([*module.parameters(), *module.buffers()], self.root_device, group)
@@ -148,7 +156,7 @@ class PipelineStrategyMixin:
         """Let optimizers update the parameters of this stage."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
         assert self._state is not None, "`setup` has made it"
-        if problems := [p for one in self.optimizers for p in problems_of_optimizer(one)]:
+        if problems := [p for one in self.optimizers for p in _problems_of_optimizer(one)]:
             raise IncompatibleError(OWNER, problems)
         for optimizer in self.optimizers:
             self._state.keep_own(optimizer)
@@ -225,6 +233,57 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
 
 def _is_alone() -> bool:
     return False
+
+
+_ALONE = "Train in one process."
+
+
+def _problems_of(
+    trainer: Any, module: Any, blocks: Sequence[Block], num_micro_batches: int
+) -> Iterator[Problem]:
+    """Give every reason why a module cannot be divided."""
+    number, name = dist.get_world_size(), f"`{type(module).__name__}`"
+    if number < 2:
+        yield Problem("one process", "a pipeline has two stages or more", "Use `devices=2`.")
+    if len(blocks) < number:
+        why = f"{len(blocks)} blocks were found in it, and each of {number} processes needs one"
+        yield Problem(name, why, "Name them with `blocks=`, or use fewer `devices`.")
+    if not module.automatic_optimization:
+        why = "it steps its own optimizers, and runs backward itself"
+        yield Problem(f"{name} with `automatic_optimization=False`", why, _ALONE)
+    if compiled := compiled_in(module.named_modules()):
+        why = "its compiled graph would hold blocks of other processes"
+        yield Problem(f"`{compiled}`", why, "Do not compile it.")
+    if callback := next((c for c in trainer.callbacks if averages_weights(c)), None):
+        why = "it reads the weights of all blocks, and each process has some of them"
+        yield Problem(f"`{type(callback).__name__}`", why, "Remove it.")
+    yield from _problems_of_parts(module)
+    if num_micro_batches > 1 and trainer.state.fn == "fit":
+        for problem in MicroBatching(1).check_module(module):
+            fix = 'Keep parameters in float32 with `precision="bf16-mixed"`.'
+            yield Problem(f"`num_micro_batches={num_micro_batches}`", problem.why, fix)
+
+
+def _problems_of_parts(module: nn.Module) -> Iterator[Problem]:
+    for name, part in module.named_modules():
+        if getattr(part, "gradient_checkpointing", False) is True:
+            why = "its own checkpointing may run blocks without gradients"
+            fix = 'Use `MemSaveCallback(activation_checkpointing="all")`.'
+            yield Problem(f"`{name}.gradient_checkpointing`", why, fix)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            why = "it has no values yet, which all processes begin with"
+            yield Problem(f"`{name}`", why, "Make it on the CPU, and run a batch through it.")
+        elif tensor.numel() and not tensor.untyped_storage().size():
+            why = "an earlier run has ended with an error, and it is on another process"
+            yield Problem(f"`{name}`", why, "Make the module anew.")
+
+
+def _problems_of_optimizer(optimizer: Any) -> Iterator[Problem]:
+    """Give every reason why an optimizer cannot update a part of the parameters."""
+    if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
+        why = "it computes with all parameters at once, of which each process has some"
+        yield Problem(f"`{type(optimizer).__name__}`", why, "Use an optimizer such as AdamW.")
 
 
 # What `ModelParallelStrategy` does with shards; here it is as in one process.

@@ -105,14 +105,24 @@ class Batches:
         state = ModuleState(self._module, batch)
         try:
             with torch.no_grad(), SavesBeforeWrites(state), _Logs(self._module) as logs:
-                self._chain.run_checked(lambda: step(part))
+                loss = _loss_in(self._chain.run_checked(lambda: step(part)))
         finally:
             state.restore()
+        self._require_one_loss(loss)
         if metrics := logs.metrics:
             why = "each micro-batch updates it, on the last process only"
             fix = "Log its value: `self.log(name, self.metric(...))`, which is a tensor."
             raise IncompatibleError(OWNER, [Problem(f"`self.log({metrics[0]!r}, ...)`", why, fix)])
         self._dtypes = self._chain.dtype_received, self._chain.dtype_sent
+
+    # Blocks may leave something in their attributes, such as a loss of their own.
+    def _require_one_loss(self, loss: Tensor | None) -> None:
+        box: list[Any] = [None] * self._chain.size
+        dist.all_gather_object(box, None if loss is None else loss.item())
+        if loss is None or any(abs(one - box[0]) > 1e-5 * abs(box[0]) for one in box):
+            why = f"processes that got the same from the last block have other ones: {box}"
+            fix = "Compute it from the result of the last block alone."
+            raise IncompatibleError(OWNER, [Problem("the loss", why, fix)])
 
     def _split(self, step: Step, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
         wanted, runner = self._strategy.num_micro_batches, self._runner

@@ -331,7 +331,8 @@ class Chain:
         before = run.versions or {}
         if changed := [name for name, now in self._versions().items() if before.get(name) != now]:
             why = "it is outside of blocks, and changes after the first block, on one process only"
-            raise IncompatibleError(OWNER, [Problem(f"buffer `{changed[0]}`", why, _OTHERS)])
+            fix = "Use what keeps no such state, such as `nn.GroupNorm`."
+            raise IncompatibleError(OWNER, [Problem(f"buffer `{changed[0]}`", why, fix)])
 
     def _versions(self) -> dict[str, int]:
         names = {module: name for name, module in self._module.named_modules()}

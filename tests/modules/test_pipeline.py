@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,24 +298,20 @@ def of_training() -> Notes:
 
 
 class Held(pl.Callback):
-    """Bytes of parameters, gradients and optimizer state that a process has at the end."""
+    """Bytes of parameters and optimizer state that a process has at the end, by module."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        tensors = [*pl_module.parameters()]
-        states = [s.values() for s in trainer.optimizers[0].state.values()]
-        tensors += [t for state in states for t in state if isinstance(t, Tensor)]
-        self.held_bytes = sum(t.untyped_storage().nbytes() for t in tensors)
-        self.block_bytes = {
-            name: sum(p.untyped_storage().nbytes() for p in part.parameters())
-            for name, part in pl_module.named_modules()
-            if name.count(".") == 2  # noqa: PLR2004
+        states = trainer.optimizers[0].state
+        self.held = {
+            name: [t.untyped_storage().nbytes() for t in (param, *states.get(param, {}).values())]
+            for name, param in pl_module.named_parameters()
         }
 
 
 def of_memory() -> Notes:
     held = Held()
-    train(lit(functools.partial(Tied, number=4)), held, max_epochs=1)
-    return {"held": held.held_bytes, "blocks": held.block_bytes}
+    train(lit(functools.partial(Tied, number=4)), held)
+    return held.held
 
 
 def of_random_numbers() -> Notes:
@@ -376,19 +373,19 @@ def of_evaluation() -> Notes:
     return found | {"predicted": [value.item() for value in predicted]}
 
 
-TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "8bit": ({"optimizer": LowBitOptimizer("8bit")}, {}),
-    "attention": ({"attention": "sdpa"}, {}),
-    "precision": ({"precision": "bf16-mixed"}, {"precision": None}),
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "8bit": {"optimizer": LowBitOptimizer("8bit")},
+    "attention": {"attention": "sdpa"},
+    "precision": {"precision": "bf16-mixed"},
 }
 
 
 def of_techniques() -> Notes:
     found: Notes = {}
-    for name, (arguments, settings) in TECHNIQUES.items():
+    for name, arguments in TECHNIQUES.items():
         module = lit(llama).float()
         module.model.model.set_attn_implementation("eager")
-        found[name], _ = train(module, off(**arguments), **settings)
+        found[name], _ = train(module, off(**arguments), precision=None)
     return found
 
 
@@ -459,6 +456,27 @@ class Contrasts(Tied):
         return functional.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
 
 
+class Balanced(nn.Module):
+    """Leaves a loss of its own behind, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(WIDTH, WIDTH), 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        self.loss = hidden.square().mean()
+        return hidden
+
+
+class SumsLosses(Tied):
+    def __init__(self) -> None:
+        super().__init__(Balanced)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) + sum(block.loss for block in self.blocks)
+
+
 class Cached(Generates):
     use_cache = True
 
@@ -485,8 +503,7 @@ def by_hand(self: Any, batch: Any, batch_idx: int) -> None:
 
 
 def of_other_batches() -> Any:
-    rank = int(os.environ.get("RANK", "0"))
-    return train(lit(), data=batches(8, 8)[rank : rank + 1])
+    return train(lit(), data=[batches(8, 8)[int(os.environ.get("RANK", "0")) % 2]])
 
 
 def beside(**arguments: Any) -> Any:
@@ -507,7 +524,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "backwards": (lambda: train(lit(Backwards)), "each block must run once, in order"),
     "leaves": (lambda: train(lit(Leaves)), "`model.blocks.4`: the step ended before it ran"),
     "shape": (lambda: train(lit(lambda: Tied(Shorter))), r"it makes \(2, 4, 64\) of a tensor of"),
-    "buffer": (lambda: train(lit(Counts)), "buffer `model.after.running_mean`: it is outside"),
+    "buffer": (lambda: train(lit(Counts)), "buffer `model.after.num_batches_tracked`: it is outside"),
+    "losses": (lambda: train(lit(SumsLosses)), "from the result of the last block alone"),
     "loss": (lambda: train(lit(Contrasts)), r"Pass `PipelineStrategy\(loss_weight=...\)`"),
     "cache": (lambda: train(lit(lambda: Cached(llama().model))), "Pass `use_cache=False`"),
     "metric": (lambda: train(lit(training_step=logs_a_metric)), "Log its value"),
@@ -590,3 +608,83 @@ def test_trains_and_logs_as_one_process(seen, name, tmp_path, monkeypatch):
     assert alone["losses"][-1] < alone["losses"][0]
     for notes in seen("training"):
         close(notes[name], alone, 1e-5 if name in ROUNDED else RTOL)
+
+
+def test_a_process_holds_its_blocks_and_what_is_outside(seen):
+    all_notes = seen("memory")
+    params = dict(lit(functools.partial(Tied, number=4)).named_parameters())
+    for rank, notes in enumerate(all_notes):
+        assert notes.keys() == params.keys()
+        for name, param in params.items():
+            block = re.match(r"model\.blocks\.(\d)", name)
+            is_here = block is None or int(block[1]) * len(all_notes) // 4 == rank
+            # With both moments and the number of steps; others have no state.
+            expected = [param.nbytes, 4, param.nbytes, param.nbytes] if is_here else [0]
+            assert notes[name] == expected
+
+
+def test_stages_draw_the_same_before_blocks(seen):
+    first, *others = seen("random")
+    assert len({*first["drawn"]}) == len(first["drawn"]) >= 8
+    assert all(notes == first for notes in others)
+    assert first["losses"][1] < first["losses"][0]
+    assert first["dropped"][-1] < first["dropped"][0]
+
+
+@pytest.mark.parametrize("name", ["32bit", "8bit"])
+def test_a_resumed_fit_goes_on_bit_for_bit(seen, name):
+    for notes in seen(name):
+        number = len(notes["first"]["losses"])
+        assert notes["whole"]["losses"][:number] == notes["first"]["losses"]
+        assert notes["resumed"]["losses"] == notes["whole"]["losses"][number:]
+        assert notes["resumed"]["weights"] == notes["whole"]["weights"]
+        assert notes["patched"] == []
+
+
+@pytest.mark.parametrize("name", ["32bit", "8bit"])
+def test_one_process_goes_on_from_a_checkpoint(seen, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notes = seen(name)[0]
+    checkpoint = torch.load(notes["path"], weights_only=True)
+    module = steady()
+    module.load_state_dict(checkpoint["state_dict"])
+    assert values_of(module) == notes["first"]["weights"]
+    callbacks = [low_bit()] if name == "8bit" else []
+    settings: dict[str, Any] = {"max_epochs": 2, "ckpt_path": notes["path"]}
+    alone, _ = train(steady(), *callbacks, **settings)
+    close(alone["losses"], notes["resumed"]["losses"], rtol=1e-5 if name == "32bit" else 1e-4)
+    [optimizer] = checkpoint["optimizer_states"]
+    own = adamw(module)[0][0]
+    assert [len(g["params"]) for g in optimizer["param_groups"]] == [
+        len(g["params"]) for g in own.param_groups
+    ]
+    assert {*optimizer["state"]} == {*range(len([*module.parameters()]))}
+
+
+def test_evaluation_has_the_values_of_one_process(seen, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone = of_evaluation()
+    assert len({*alone["predicted"]}) == 2
+    for notes in seen("evaluation"):
+        assert notes == alone
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_techniques_train_as_in_one_process(seen, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone = of_techniques()[name]
+    rtol = {"8bit": 1e-4, "attention": 1e-5, "precision": 1e-3}[name]
+    for notes in seen("techniques"):
+        close(notes[name]["losses"], alone["losses"], rtol)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_on_all_processes(seen, name):
+    for notes in seen("refusals"):
+        assert re.search(REFUSED[name][1], notes[name])
+
+
+@pytest.mark.parametrize("arguments", [{"num_micro_batches": 0}, {"schedule": "zero bubble"}])
+def test_arguments_are_refused(arguments):
+    with pytest.raises(ConfigurationError, match=r"such as 4|Use `schedule='1f1b'`"):
+        PipelineStrategy(**arguments)
