@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.optimizer_in_backward.technique import (
         OptimizerInBackward as OptimizerInBackward,
     )
-    from lightning_memsave.trainer.strategies import FSDP2Strategy as FSDP2Strategy
-    from lightning_memsave.trainer.strategies import PipelineStrategy as PipelineStrategy
+    from lightning_memsave.modules.strategies import FSDP2Strategy as FSDP2Strategy
+    from lightning_memsave.modules.strategies import PipelineStrategy as PipelineStrategy
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing.technique",
@@ -85,7 +85,7 @@ _MODULES = {
     "ConfigurationError": "errors",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
-    "FSDP2Strategy": "trainer.strategies",
+    "FSDP2Strategy": "modules.strategies",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
     "InfeasiblePlanError": "errors",
@@ -109,7 +109,7 @@ _MODULES = {
     "Offloading": "techniques.offloading.technique",
     "OptimizerInBackward": "techniques.optimizer_in_backward.technique",
     "PeakMemory": "measure.peak",
-    "PipelineStrategy": "trainer.strategies",
+    "PipelineStrategy": "modules.strategies",
     "check_training": "api",
     "compare_memory": "api",
     "explain_memory": "api",
@@ -133,7 +133,7 @@ def __getattr__(name: str) -> Any:
     if name == "MemSaveCallback":  # LightningCLI looks it up here, each time
         names = importlib.import_module(f"{__name__}.callbacks.settings.names")
         names.advise_in_parsers(value)
-        importlib.import_module(f"{__name__}.trainer.strategies").register_strategies()
+        importlib.import_module(f"{__name__}.modules.strategies").register_strategies()
     else:
         globals()[name] = value
     return value

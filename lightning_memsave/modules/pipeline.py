@@ -1,6 +1,5 @@
 """Pipeline parallelism for any LightningModule, with the schedules of torch."""
 
-import contextlib
 import functools
 import importlib
 import random
@@ -205,7 +204,7 @@ class PipelineStrategyMixin:
         """Return what all processes have alike."""
         return tensor
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all processes, or any, have decided so."""
         found = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(found, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleLoopedBFS,
+)
 
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of, split_samples, sum_in_order
 from lightning_memsave.core.saved_state import RandomState, devices_of
@@ -64,6 +69,7 @@ class Batches:
             if self._chain.is_last:
                 loss = loss * weights[index]
                 losses.append(loss.detach())
+                loss = loss.float().reshape(())  # torch 2.10 looks at type and shape
             return loss
 
         with self._gradients_apart() as gradients, logs, _random_numbers(self._module):
@@ -90,7 +96,8 @@ class Batches:
         if len({own for _, own in box}) > 1:  # hooks of one process have drawn some
             draw_alike(self._chain.device, dist.group.WORLD)
         # Steps that draw none leave the state as it is.
-        return int(box[0][1]) + 2**20 * self._trainer.fit_loop.total_batch_idx
+        number: int = self._trainer.fit_loop.total_batch_idx
+        return int(box[0][1]) + 2**20 * number
 
     # The step ends at the same place on all processes: none waits for another one.
     def _look(self, step: Step, batch: Any) -> None:
@@ -193,8 +200,11 @@ class Batches:
                 input_args=(before,) if chain.rank else (),
                 output_args=(after,),
             )
-            kind = SCHEDULES[self._strategy.schedule] if number >= chain.size else ScheduleGPipe
-            made = kind(stage, number, loss_fn=_itself, scale_grads=False)
+            how: dict[str, Any] = {"loss_fn": _itself, "scale_grads": False}
+            if number >= chain.size:
+                made = SCHEDULES[self._strategy.schedule](stage, number, **how)
+            else:  # GPipe, which torch 2.10 refuses for fewer micro-batches than stages
+                made = ScheduleLoopedBFS([stage], number, **how)
             self._schedule = (number, shape), made
         return self._schedule[1]
 
@@ -295,7 +305,7 @@ class _Loss(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:
         factor = float(grad_output)  # as with `accumulate_grad_batches`
         gradients, ctx.gradients = ctx.gradients, ()
         for param, grad in gradients:
@@ -316,7 +326,8 @@ class _Logs:
         self._module = module
         self._noted: dict[tuple[str, int], list[Any]] = {}
         self._seen: dict[str, int] = {}
-        self._weight, self._size = 1.0, None
+        self._weight = 1.0
+        self._size: int | None = None
         self.metrics: list[str] = []
         """Names under which other things than values were logged."""
 

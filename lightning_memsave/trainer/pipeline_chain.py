@@ -39,7 +39,7 @@ class Until(Enum):
 
 
 class StageEnd(BaseException):
-    """Ends the user's step, past its own handlers; carries what comes to the block or out of it."""
+    """Ends the user's step, past its own handlers; carries what has come to the block."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class StageEnd(BaseException):
 
 
 class Elsewhere(Tensor):
-    """Stands for a tensor of another process: it has a shape, a type and a device, and no values."""
+    """Stands for a tensor of another process: it has shape, type and device, and no values."""
 
     source: str
     chain: "weakref.ref[Chain]"
@@ -64,15 +64,17 @@ class Elsewhere(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Before autograd: `hidden + block(hidden)` at the start of a stage has two gradients. Not in
-        # a function with its own backward, which would lose one.
+        # Before autograd: `hidden + block(hidden)` at the start of a stage has two gradients. Not
+        # in a function with its own backward, which would lose one.
         if torch.is_grad_enabled() or not _is_in_training(args):
             args, kwargs = tree_map_only(Elsewhere, _known, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is a function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         leaves = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         first = next(leaf for leaf in leaves if isinstance(leaf, Elsewhere))
         chain = first.chain()
@@ -92,7 +94,7 @@ class Elsewhere(Tensor):
             raise _missing(first.source) from error
         return tree_map_only(Tensor, lambda t: cls(t, t.dtype, first.source, chain), found)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Elsewhere(size={tuple(self.shape)}, source={self.source!r})"
 
 

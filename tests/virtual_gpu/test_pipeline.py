@@ -22,9 +22,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(
-    schedule: str = "1f1b", callback: Any = None, precision: str = "32-true"
-) -> dict[str, Any]:
+def run(schedule: str = "1f1b", callback: Any = None, precision: str = "32-true") -> dict[str, Any]:
     kept: list[int] = []
     end = callback_with(on_train_end=lambda *_: kept.append(torch.cuda.memory_allocated()))
     given: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
