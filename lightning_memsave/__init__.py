@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     )
     from lightning_memsave.modules.mixins import LowBitOptimizerMixin as LowBitOptimizerMixin
     from lightning_memsave.modules.mixins import MemoryLoggingMixin as MemoryLoggingMixin
+    from lightning_memsave.modules.strategies import FSDP2Strategy as FSDP2Strategy
+    from lightning_memsave.modules.strategies import PipelineStrategy as PipelineStrategy
     from lightning_memsave.planning.plan import MemoryPlan as MemoryPlan
     from lightning_memsave.prediction.result import MemoryPrediction as MemoryPrediction
     from lightning_memsave.report.page import write_page as write_page
@@ -71,8 +73,6 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.optimizer_in_backward.technique import (
         OptimizerInBackward as OptimizerInBackward,
     )
-    from lightning_memsave.modules.strategies import FSDP2Strategy as FSDP2Strategy
-    from lightning_memsave.modules.strategies import PipelineStrategy as PipelineStrategy
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing.technique",

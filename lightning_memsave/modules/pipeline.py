@@ -218,7 +218,7 @@ class PipelineStrategyMixin:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of all parameters, as one process would, on the first process."""
         assert self._state is not None, "`setup` has made it"
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         return self._state.optimizer_state(optimizer, optimizer.state_dict())
 
 
@@ -280,7 +280,7 @@ def _problems_of_parts(module: nn.Module) -> Iterator[Problem]:
 
 def _problems_of_optimizer(optimizer: Any) -> Iterator[Problem]:
     """Give every reason why an optimizer cannot update a part of the parameters."""
-    if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
+    if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
         why = "it computes with all parameters at once, of which each process has some"
         yield Problem(f"`{type(optimizer).__name__}`", why, "Use an optimizer such as AdamW.")
 

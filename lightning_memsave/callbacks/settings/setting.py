@@ -28,10 +28,6 @@ memory in segments of 20 MiB, so that less may not change whether a run fits. Sa
 for the least memory add up: none of them is left out."""
 
 _STAGES = "PipelineStrategyMixin"
-# What was tested with it.
-_IN_STAGES = {
-    *("activation_checkpointing", "attention", "early_release", "optimizer", "precision", "preset")
-}
 
 
 def exactness_limit(arguments: Arguments) -> Exactness:
@@ -92,6 +88,8 @@ class Setting(ABC):
     """The setting of the technique that the table shows; the value of the argument without."""
     is_for_evaluation: ClassVar[bool] = False
     """It matters in validation, test and prediction too."""
+    runs_in_stages: ClassVar[bool] = False
+    """It was tested with `PipelineStrategy`."""
 
     def __init_subclass__(cls) -> None:
         if cls.kind is not None:
@@ -132,7 +130,7 @@ class Setting(ABC):
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find every conflict with this Trainer and module; changes nothing."""
-        if self.is_on and self.name not in _IN_STAGES and is_strategy(trainer, _STAGES):
+        if self.is_on and not self.runs_in_stages and is_strategy(trainer, _STAGES):
             why = f"`{type(trainer.strategy).__name__}` runs forward and backward itself"
             return [Problem(self.written, why, f"Set `{self.name}=None`.")]
         return list(self.conflicts(trainer, pl_module)) if self.is_on else []
