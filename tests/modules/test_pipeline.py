@@ -516,6 +516,22 @@ def beside(**arguments: Any) -> Any:
     return train(lit(), MemSaveCallback(report=False, **preset, **arguments))
 
 
+def compiled() -> Any:
+    module = lit()
+    module.model.blocks[0].compile()
+    return train(module)
+
+
+def on_meta() -> Any:
+    module = lit()
+    module.model.head = nn.Linear(WIDTH, NUM_WORDS, device="meta")
+    return train(module)
+
+
+def averaged() -> Any:
+    return train(lit(), pl.callbacks.StochasticWeightAveraging(1e-2))
+
+
 def manual() -> Any:
     module = lit(training_step=by_hand)
     module.automatic_optimization = False
@@ -539,6 +555,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "blocks": (lambda: train(lit(lambda: Tied(number=1))), "0 blocks were found in it"),
     "checkpointing": (lambda: train(lit(with_own_checkpointing)), "activation_checkpointing="),
     "manual": (manual, "Train in one process"),
+    "compiled": (compiled, "`model.blocks.0`: its compiled graph"),
+    "meta": (on_meta, "`model.head.weight` and 1 more: it has no values yet"),
+    "half": (lambda: train(lit().bfloat16()), "Keep parameters in float32"),
+    "averages": (averaged, "`StochasticWeightAveraging`: it reads the weights of all blocks"),
     **{
         name: (functools.partial(beside, **{name: value}), f"Set `{name}=None`")
         for name, value in {
