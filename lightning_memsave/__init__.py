@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     )
     from lightning_memsave.modules.mixins import LowBitOptimizerMixin as LowBitOptimizerMixin
     from lightning_memsave.modules.mixins import MemoryLoggingMixin as MemoryLoggingMixin
+    from lightning_memsave.modules.strategies import FSDP2Strategy as FSDP2Strategy
+    from lightning_memsave.modules.strategies import PipelineStrategy as PipelineStrategy
     from lightning_memsave.planning.plan import MemoryPlan as MemoryPlan
     from lightning_memsave.prediction.result import MemoryPrediction as MemoryPrediction
     from lightning_memsave.report.page import write_page as write_page
@@ -71,7 +73,6 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.optimizer_in_backward.technique import (
         OptimizerInBackward as OptimizerInBackward,
     )
-    from lightning_memsave.trainer.strategies import FSDP2Strategy as FSDP2Strategy
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing.technique",
@@ -84,7 +85,7 @@ _MODULES = {
     "ConfigurationError": "errors",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
-    "FSDP2Strategy": "trainer.strategies",
+    "FSDP2Strategy": "modules.strategies",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
     "InfeasiblePlanError": "errors",
@@ -108,6 +109,7 @@ _MODULES = {
     "Offloading": "techniques.offloading.technique",
     "OptimizerInBackward": "techniques.optimizer_in_backward.technique",
     "PeakMemory": "measure.peak",
+    "PipelineStrategy": "modules.strategies",
     "check_training": "api",
     "compare_memory": "api",
     "explain_memory": "api",
@@ -131,7 +133,7 @@ def __getattr__(name: str) -> Any:
     if name == "MemSaveCallback":  # LightningCLI looks it up here, each time
         names = importlib.import_module(f"{__name__}.callbacks.settings.names")
         names.advise_in_parsers(value)
-        importlib.import_module(f"{__name__}.trainer.strategies").register_strategies()
+        importlib.import_module(f"{__name__}.modules.strategies").register_strategies()
     else:
         globals()[name] = value
     return value

@@ -292,6 +292,17 @@ def test_splits_layers_in_two_processes(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+def test_two_stages_of_a_pipeline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = _run("pipeline.py", "--small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 steps in 2 stages" in done.stdout
+    assert 1.0 < _number_after("loss of the last batch: ", done.stdout) < 4.0
+    assert "the checkpoint loads in one process" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_share_the_host(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = _run("two_gpus_of_a_desktop.py", "--small")

@@ -238,8 +238,11 @@ class MemSaveCallback(CallbackBase):
             self._micro_batches.size = size
         given = self.arguments if is_planned else self._in_force  # a plan may switch all on
         used = [n for n, v in given.items() if is_planned or (v is not None and v is not False)]
-        if not (problems := check_names(trainer, used)) and not is_planned:
-            problems = self._settings.apply(trainer, pl_module, is_fit)
+        if not (problems := check_names(trainer, used)):
+            if is_planned:
+                problems = self._budget.check(trainer, pl_module)
+            else:
+                problems = self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
         self._user = id(trainer)

@@ -1,4 +1,4 @@
-"""LightningModules with memory saving built in: `CheckpointedTransformer` and mixins.
+"""Modules with memory saving built in (`CheckpointedTransformer`, mixins), and our strategies.
 
 ``CheckpointedTransformer`` here is the one for ``lightning.pytorch``, or for ``pytorch_lightning``
 if only that is installed. To choose, import it from one of the two modules.

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 from weakref import WeakMethod
 
@@ -223,8 +223,18 @@ def average_gradients(trainer: Any, module: nn.Module) -> None:
         ddp.average()
         ddp.expect_buffers()
         return
-    trained = _shared_parameters(ddp, module)
-    kinds = torch.tensor([_kind(p.grad) for p in trained], device=trainer.strategy.root_device)
+    trained, device = _shared_parameters(ddp, module), trainer.strategy.root_device
+    sum_gradients(trained, device, divisor=trainer.world_size)
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.require_forward_param_sync = True
+
+
+@torch.no_grad()
+def sum_gradients(
+    trained: Sequence[nn.Parameter], device: torch.device, *, divisor: int = 1
+) -> None:
+    """Sum gradients over all processes, in place, after a division; some may have none."""
+    kinds = torch.tensor([_kind(p.grad) for p in trained], device=device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX)
     gradients = []
     for parameter, kind in zip(trained, kinds.tolist(), strict=True):
@@ -232,13 +242,11 @@ def average_gradients(trainer: Any, module: nn.Module) -> None:
             is_sparse = kind == _SPARSE
             parameter.grad = _no_rows(parameter) if is_sparse else torch.zeros_like(parameter)
         if kind == _SPARSE:
-            parameter.grad = _sparse_mean(cast(torch.Tensor, parameter.grad), trainer.world_size)
+            parameter.grad = _sparse_sum(cast(torch.Tensor, parameter.grad) / divisor)
         elif kind:
             gradients.append(cast(torch.Tensor, parameter.grad))
     for bucket in _buckets(gradients):
-        _average_bucket(bucket, trainer.world_size)
-    if isinstance(ddp, DistributedDataParallel):
-        ddp.require_forward_param_sync = True
+        _sum_bucket(bucket, divisor)
 
 
 def _shared_parameters(ddp: Any, module: nn.Module) -> list[nn.Parameter]:
@@ -259,17 +267,17 @@ def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape)
 
 
-def _sparse_mean(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
-    mean = (gradient / world_size).coalesce()
-    dist.all_reduce(mean)
-    return mean
+def _sparse_sum(gradient: torch.Tensor) -> torch.Tensor:
+    found = gradient.coalesce()
+    dist.all_reduce(found)
+    return found
 
 
-def _average_bucket(bucket: list[torch.Tensor], world_size: int) -> None:
+def _sum_bucket(bucket: list[torch.Tensor], divisor: int) -> None:
     is_one = len(bucket) == 1 and bucket[0].is_contiguous()
     # Large gradients are not copied: memory may have just run out.
     flat = bucket[0].view(-1) if is_one else torch.cat([g.flatten() for g in bucket])
-    flat /= world_size  # before the sum, as DDP does
+    flat /= divisor  # before the sum, as DDP does
     dist.all_reduce(flat)
     if not is_one:
         parts = flat.split([gradient.numel() for gradient in bucket])

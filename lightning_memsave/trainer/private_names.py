@@ -100,7 +100,7 @@ NAMES = (
     Names("torch._C", "_get_tracing_state _nn", "chunked_cross_entropy"),
     Names("torch._C:_nn", "_parse_to", "chunked_cross_entropy"),  # how `Module.to` reads arguments
     Names("torch.autograd.forward_ad", "_current_level", "chunked_cross_entropy"),
-    Names("torch:Tensor", "_make_wrapper_subclass", "chunked_cross_entropy"),
+    Names("torch:Tensor", "_make_wrapper_subclass"),
     # Operators that have no other name.
     Names("torch:ops.aten", "_to_copy"),
     Names(

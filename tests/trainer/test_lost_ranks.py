@@ -21,6 +21,7 @@ from lightning_memsave.trainer.lost_ranks import RankWatch
     [
         {"launcher": "lightning", "strategy": "ddp", "moment": "step", "rank": 0},
         {"launcher": "by hand", "strategy": "memsave_fsdp2", "moment": "checkpoint", "rank": 1},
+        {"launcher": "lightning", "strategy": "memsave_pipeline", "moment": "step", "rank": 1},
     ],
 )
 def test_a_process_that_is_killed_ends_the_other_which_names_it(chosen):

@@ -13,6 +13,7 @@ from lightning_memsave.techniques.registry import uses_blocks
 
 class CheckpointingSetting(ModuleSetting):
     kind = ActivationCheckpointing
+    runs_in_stages = True
     shown = "which"
     technique: ActivationCheckpointing
 

@@ -6,3 +6,4 @@ from lightning_memsave.techniques.attention_kernel.technique import AttentionKer
 
 class AttentionSetting(ModuleSetting):
     kind = AttentionKernel
+    runs_in_stages = True

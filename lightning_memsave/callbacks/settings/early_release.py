@@ -10,6 +10,7 @@ from lightning_memsave.trainer.training_loop import release_early
 
 class EarlyReleaseSetting(Setting):
     name = "early_release"
+    runs_in_stages = True
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)

@@ -29,6 +29,7 @@ class OptimizerSetting(OptimizerTechniqueSetting):
     """
 
     kind = LowBitOptimizer
+    runs_in_stages = True
     shown = "optimizer"
     technique: LowBitOptimizer
 

@@ -39,6 +39,7 @@ class PrecisionSetting(Setting):
 
     name = "precision"
     is_for_evaluation = True
+    runs_in_stages = True
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)

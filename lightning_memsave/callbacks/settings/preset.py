@@ -15,6 +15,7 @@ _NOT_REPEATED = (
 
 class PresetSetting(Setting):
     name = "preset"
+    runs_in_stages = True
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)

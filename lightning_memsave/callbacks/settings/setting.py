@@ -16,7 +16,7 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEf
 from lightning_memsave.trainer.configure_optimizers import TechniqueState, enable
 from lightning_memsave.trainer.facts import facts_of
 from lightning_memsave.trainer.failures import describe
-from lightning_memsave.trainer.trainer import builds_model_late
+from lightning_memsave.trainer.trainer import builds_model_late, is_strategy
 from lightning_memsave.units import format_bytes
 
 Arguments = Mapping[str, Any]
@@ -26,6 +26,8 @@ SMALLEST_SAVING_BYTES = 20 * 2**20
 """In the preset "classic" state stays in 32 bits if 8 bits save less: CUDA's allocator reserves
 memory in segments of 20 MiB, so that less may not change whether a run fits. Savings of a preset
 for the least memory add up: none of them is left out."""
+
+_STAGES = "PipelineStrategyMixin"
 
 
 def exactness_limit(arguments: Arguments) -> Exactness:
@@ -86,6 +88,8 @@ class Setting(ABC):
     """The setting of the technique that the table shows; the value of the argument without."""
     is_for_evaluation: ClassVar[bool] = False
     """It matters in validation, test and prediction too."""
+    runs_in_stages: ClassVar[bool] = False
+    """It was tested with `PipelineStrategy`."""
 
     def __init_subclass__(cls) -> None:
         if cls.kind is not None:
@@ -126,6 +130,9 @@ class Setting(ABC):
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find every conflict with this Trainer and module; changes nothing."""
+        if self.is_on and not self.runs_in_stages and is_strategy(trainer, _STAGES):
+            why = f"`{type(trainer.strategy).__name__}` runs forward and backward itself"
+            return [Problem(self.written, why, f"Set `{self.name}=None`.")]
         return list(self.conflicts(trainer, pl_module)) if self.is_on else []
 
     def conflicts(self, trainer: Any, pl_module: Any) -> Iterable[Problem]:
