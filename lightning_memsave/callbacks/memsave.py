@@ -251,14 +251,17 @@ class MemSaveCallback(CallbackBase):
             self._undo_setup.append(before_strategy_setup(trainer, function))
         elif is_fit:
             self._undo_setup += self._prediction.setup(trainer)
-        with self._settings.undone_on_error():
-            if is_fit:
-                own = first_of(trainer, GPUMemoryMonitor)
-                self._reported = own or self.monitor
-                added = [self.monitor] if own is None and self.monitor is not None else []
-                self._undo_setup.append(put_first(trainer, self, *added))
-                for monitor in added:  # the hook that is running does not know of it
-                    monitor.setup(trainer, pl_module, stage)
+        if is_fit:
+            with self._settings.undone_on_error():
+                self._measure(trainer, pl_module)
+
+    def _measure(self, trainer: Any, pl_module: Any) -> None:
+        own = first_of(trainer, GPUMemoryMonitor)
+        self._reported = own or self.monitor
+        added = [self.monitor] if own is None and self.monitor is not None else []
+        self._undo_setup.append(put_first(trainer, self, *added))
+        for monitor in added:  # the hook that is running does not know of it
+            monitor.setup(trainer, pl_module, "fit")
 
     # The first batch decides, and optimizers and precision are not set up yet.
     def _apply_plan(self, trainer: Any, pl_module: Any) -> None:

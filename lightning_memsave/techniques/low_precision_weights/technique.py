@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -79,6 +79,10 @@ def describe_left(reasons: dict[nn.Parameter, str]) -> str:
     others = ", ".join(f"{n} {why}" for why, n in counts if why not in _KEPT)
     parts = [f"kept float32: {kept}"] if kept else []
     return "; ".join([*parts, f"unchanged: {others}"] if others else parts)
+
+
+def is_lazy(param: Tensor) -> bool:
+    return isinstance(param, UninitializedParameter)
 
 
 def _owned_by_special_modules(module: nn.Module) -> dict[Tensor, str]:
