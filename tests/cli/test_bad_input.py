@@ -106,11 +106,36 @@ def files(project):
         (["net.py:Lit", "--variant", "optimizer='8bit"], "No closing quotation"),
         (["net.py:Lit", "--html", "net.py/page.html"], "cannot be written"),
         (["net.py:Lit", "--variant", "optimizer=8bit", "--variant", "optimizer=8bit"], "twice"),
+        (["net.py"], "Name the class of the model: `net.py:Class`"),
+        (["net.Lit"], "Did you mean `net:Lit`?"),
+        (["net:lit"], "Write `net:Lit`"),
+        (["gpt2/config.yaml"], "does not exist. Pass `module:Class`"),
+        (["."], "has no config.json"),
+        (["net.py:Lit", "--gpu", "A100"], 'Use "A100-40GB" or "A100-80GB"'),
+        (["net.py:Lit", "--world-size", "2"], '`strategy="fsdp2", world_size=8`'),
+        (["gpt2", "--task", "causal"], "Did you mean `causal_lm`?"),
+        (["gpt2", "--arg", "n_layers=3"], "Did you mean `n_layer`?"),
+        (["gpt2", "--arg", "n_layer=three"], "Check that its values fit this `model_type`"),
+        (["gpt2", "--arg", "n_head=3"], "Check its values"),
     ],
     ids=join,
 )
 def test_predict(arguments, said, capsys):
     assert said in message_of(capsys, "predict", *arguments, "--batch", BATCH)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ("8", "Describe each tensor that its `training_step` uses"),
+        *((b, "does not describe a tensor") for b in ("8x", "8*64", "8,64", "float32(8,64)")),
+        *((b, "a whole number of at least 1") for b in ("0x64", "8x0", "float32[8,sixty]")),
+        ("x=int64[8],x=int64[8]", "Use each name once"),
+        ("net.py:nothing", "`net.py` has no `nothing`. Write"),
+    ],
+)
+def test_batch(batch, said, capsys):
+    assert said in message_of(capsys, "predict", "net.py:Lit", "--batch", batch)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +147,12 @@ def test_predict(arguments, said, capsys):
         (["predict", "gpt2", "--batch", "2x8", "--time-limit", "soon"], "a number of seconds"),
         (["plan", "gpt2", "--batch", "2x8", "--time-limit", "0"], "a number of seconds above 0"),
         (["predict", "gpt2", "--batch", "2x8", "--depth=-1"], "a whole number of at least 0"),
+        (["predict", "gpt2", "--batch", "2x8", "--strategy", "fsdp"], "choose from 'ddp', 'fsdp2'"),
+        (["plan", "gpt2", "--batch", "2x8", "--exactness", "exact"], "choose from 'bitwise'"),
+        (["plan", "gpt2", "--batch", "2x8", "--world-size", "two"], "is not a whole number"),
         (["convert", "last.ckpt", "--to", "4bit"], "choose from"),
+        (["convert", "last.ckpt"], "required: --to"),
+        (["convert", "a.ckpt", "b.ckpt", "--to", "8bit"], "unrecognized arguments: b.ckpt"),
     ],
     ids=join,
 )

@@ -142,7 +142,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
             share = f'Write "{100 * self.which:g}%" for this share. ' if is_share else ""
             raise ConfigurationError(
                 f"`activation_checkpointing={self.which!r}` is not a valid choice of blocks. "
-                f"{share}Use {_VALUES}."
+                f"{share}Use {_VALUES}, or `None`."
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))

@@ -146,7 +146,9 @@ def _why_unknown(kernel: object) -> str | None:
         return "is the implementation that saves the scores. Use `None` to keep it."
     close = difflib.get_close_matches(str(kernel), known, n=1, cutoff=0.5)  # "chunked_sdpa", too
     guess = f"Did you mean {close[0]!r}? " if close else ""
-    return f"is not an attention kernel. {guess}Use one of {', '.join(map(repr, known))}."
+    return (
+        f"is not an attention kernel. {guess}Use one of {', '.join(map(repr, known))}, or `None`."
+    )
 
 
 @dataclass

@@ -70,7 +70,10 @@ def problems_of_name(optimizer: object) -> list[Problem]:
     if optimizer == "paged_sgd_8bit":
         why, fix = "bitsandbytes has no paged SGD", 'Use "sgd_8bit".'
     else:
-        why, fix = "there is no such 8-bit optimizer", f"Choose one of {choices}."
+        why, fix = (
+            "there is no such 8-bit optimizer",
+            f"Choose one of {choices}, or `None` to keep yours.",
+        )
         spelled = str(optimizer).lower().replace("-", "_")
         close = difflib.get_close_matches(spelled, NAMES, n=1)
         if close:
