@@ -127,13 +127,12 @@ class Recomputed(Tied):
 
 
 class Frozen(Tied):
-    """The first stage trains nothing."""
+    """The first stage trains nothing, and nothing outside of blocks is trained."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding.weight.requires_grad = False
-        for block in self.blocks[:3]:
-            block.requires_grad_(False)
+        self.requires_grad_(False)
+        self.blocks[3:].requires_grad_(True)
 
 
 class Noisy(Tied):
