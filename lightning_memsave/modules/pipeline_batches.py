@@ -84,12 +84,13 @@ class Batches:
         tensors = [t for _, t in leaves_of(batch) if isinstance(t, Tensor) and not t.is_complex()]
         sums = [t.sum(dtype=torch.float64) for t in tensors]
         sums += [t[:1].sum(dtype=torch.float64) for t in tensors if t.ndim]
-        found = torch.stack(sums).tolist() if sums else []
+        there = [one.to(self._chain.device) for one in sums]
+        found = repr(torch.stack(there).tolist() if there else [])  # with NaN, which equals nothing
         with _random_numbers(self._module):
             drawn = int(torch.randint(2**48, ()))
         box: list[Any] = [None] * self._chain.size
         dist.all_gather_object(box, (found, drawn))
-        if any(there != box[0][0] for there, _ in box):
+        if len({one for one, _ in box}) > 1:
             why = "each process has another one, and all stages need the same"
             fix = "Let the DataLoader give the same on all processes: no sampler by rank or seed."
             raise IncompatibleError(OWNER, [Problem("the batch", why, fix)])
@@ -220,6 +221,7 @@ class Batches:
         chain, (seed, index, number) = self._chain, numbers
         _seed(seed + index)  # what the step draws before the blocks is the same on all stages
         own = functools.partial(torch.manual_seed, seed + index + number * (chain.rank + 1))
+        received = None if received is None else received.clone()  # blocks may write to their input
         found = chain.run(lambda: step(part), Until.OWN_BLOCKS, received, own)
         if chain.is_last:
             loss = _loss_in(found)

@@ -234,6 +234,8 @@ def sum_gradients(
     trained: Sequence[nn.Parameter], device: torch.device, *, divisor: int = 1
 ) -> None:
     """Sum gradients over all processes, in place, after a division; some may have none."""
+    if not trained:
+        return
     kinds = torch.tensor([_kind(p.grad) for p in trained], device=device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX)
     gradients = []

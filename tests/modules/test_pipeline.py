@@ -85,6 +85,23 @@ class Pair(nn.Module):
         return torch.tanh(self.linear(hidden)) + shift, None, hidden.detach().mean()
 
 
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        halved: Tensor = self.linear(hidden.mul_(0.5))
+        return halved
+
+
+class InPlace(Tied):
+    """Blocks that write to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__(Halved)
+
+
 class Tuples(Tied):
     """Blocks with another argument, of which all results are kept and one is used."""
 
@@ -110,13 +127,12 @@ class Recomputed(Tied):
 
 
 class Frozen(Tied):
-    """The first stage trains nothing."""
+    """The first stage trains nothing, and nothing outside of blocks is trained."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding.weight.requires_grad = False
-        for block in self.blocks[:3]:
-            block.requires_grad_(False)
+        self.requires_grad_(False)
+        self.blocks[3:].requires_grad_(True)
 
 
 class Noisy(Tied):
@@ -272,6 +288,9 @@ def off(**settings: Any) -> MemSaveCallback:
 # --- what runs on each rank, and alone ---
 
 
+OWN = (Tied, Residual, InPlace, Tuples, Frozen)
+
+
 def train_one(make: Callable[[], nn.Module]) -> Any:
     return train(lit(make))
 
@@ -286,7 +305,7 @@ ROUNDED: dict[str, Callable[[], Any]] = {
     "adamw": lambda: train(lit(configure_optimizers=lambda self: adamw(self, eps=1e-4)).float()),
 }
 TRAINED: dict[str, Callable[[], Any]] = {
-    **{c.__name__: functools.partial(train_one, c) for c in (Tied, Residual, Tuples, Frozen)},
+    **{c.__name__: functools.partial(train_one, c) for c in OWN},
     **ROUNDED,
     "sgd": lambda: train(lit(configure_optimizers=sgd)),
     "gpipe": lambda: train(lit(), how="gpipe"),
@@ -478,8 +497,10 @@ class SumsLosses(Tied):
         super().__init__(Balanced)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        losses: list[Any] = [block.loss for block in self.blocks]
-        return super().forward(batch) + sum(losses)
+        loss = super().forward(batch)
+        for block in self.blocks:
+            loss = loss + block.loss
+        return loss
 
 
 class Cached(Generates):
@@ -552,7 +573,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "metric": (lambda: train(lit(training_step=logs_a_metric)), "Log its value"),
     "batches": (of_other_batches, "each process has another one"),
     "optimizer": (lambda: train(lit(configure_optimizers=lbfgs)), "Use an optimizer such as AdamW"),
-    "blocks": (lambda: train(lit(lambda: Tied(number=1))), "0 blocks were found in it"),
+    "blocks": (lambda: train(lit(lambda: Tied(number=1))), "1 blocks were found in it"),
     "checkpointing": (lambda: train(lit(with_own_checkpointing)), "activation_checkpointing="),
     "manual": (manual, "Train in one process"),
     "compiled": (compiled, "`model.blocks.0`: its compiled graph"),
