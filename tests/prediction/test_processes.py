@@ -86,7 +86,7 @@ def of_shards() -> Notes:
         for predict in (60.0, False):
             callback = off(predict=predict, **settings)
             found, _ = train(without_validation(Biased), callback, limit_val_batches=0)
-            notes[f"{name} {predict}"] = found
+            notes[f"{name} {predict}"] = found["losses"]
             if predict:
                 said = callback.prediction
                 notes[name] = [callback._prediction.note, said and said.peak_bytes]
