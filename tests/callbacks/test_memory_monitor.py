@@ -573,7 +573,7 @@ def test_the_progress_bar_shows_the_peak_beside_the_loss(package, capsys):
     module = make_module(package)
     module.log = functools.partial(module.log, prog_bar=True)
     trainer = fit(package, monitor, bar, module=module, enable_progress_bar=True)
-    peak = format_bytes(monitor.summary.peak_bytes)
+    peak = format_bytes(monitor.summary.peak_bytes or 0)
     assert re.search(rf"10/10 .*loss=\S+, mine=3, peak_memory={peak}\]", capsys.readouterr().out)
     assert trainer.callback_metrics.keys() == {"loss"}
     assert "get_metrics" not in vars(bar)
