@@ -268,9 +268,12 @@ class _Attributes:
 
 
 # Attributes of this package record events that repeating a batch does not undo.
+_OF_THIS_PACKAGE = ("_memsave", "__getstate__")
+
+
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE and not name.startswith("_memsave"):
+        if name not in _OF_EVERY_MODULE and not name.startswith(_OF_THIS_PACKAGE):
             yield name, value
 
 
