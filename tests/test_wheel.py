@@ -147,7 +147,8 @@ def test_each_imported_package_is_declared():
     others = imported - {*sys.stdlib_module_names, "lightning_memsave", "pytorch_lightning"}
     distributions = importlib.metadata.packages_distributions()
     names = {distributions[module][0].lower().replace("_", "-") for module in others}
-    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
     required = {Requirement(line).name.replace("_", "-") for line in lines}
     assert names <= required
     assert required - names == {"nvidia-ml-py"}  # imported by its name only where it is needed
