@@ -138,7 +138,12 @@ FILES: list[tuple[str, Any, str, str]] = [
     ("trainer.yaml", f"{LIT}trainer: {{strategy: {TOUCH}, logger: {TOUCH}}}", PREDICT, "ignored"),
     ("laughs.yaml", laughs(), PREDICT, "with its aliases written out it has over 100,000 values"),
     ("itself.yaml", "model: &m {init_args: {width: *m}}", PREDICT, "with its aliases written out"),
-    ("nested.yaml", f"trainer: {'[' * 1000}", PREDICT, "cannot be read as YAML (maximum recurs"),
+    (
+        "nested.yaml",
+        f"trainer: {'[' * 1000}",
+        PREDICT,
+        "cannot be read as YAML (while increasing flow level",
+    ),
     ("nested.json", "[" * 10**5, COMPARE, "is not JSON (maximum recursion"),
     ("digits.json", f"[{'9' * 5000}]", PREDICT, "cannot be read as JSON (Exceeds the limit"),
     ("kernel.json", config(_attn_implementation="evil/kernel"), PREDICT, "code on the Hub, which"),
