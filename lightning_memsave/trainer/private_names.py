@@ -123,7 +123,7 @@ NAMES = (
     Names("torch._C:_autograd", "_top_saved_tensors_default_hooks"),
     Names("torch._C:_autograd", "_get_sequence_nr", "predict"),
     # In torch 2.10 of the class of each kind of node, not of `Node`.
-    Names("torch._C._functions:AccumulateGrad", "_sequence_nr"),
+    Names("torch._C:_functions.AccumulateGrad", "_sequence_nr"),
     Names("torch.autograd:Variable", "_execution_engine"),
     Names("torch.autograd:Variable._execution_engine", "queue_callback"),
     # A base class, table or mark of a module without another name.
@@ -188,7 +188,8 @@ def _is_set_by(cls: type[Any], name: str) -> bool:
     except OSError:  # packed without sources: it cannot be told
         return True
     is_set = re.compile(rf"(^ +|\.){name}(:| =) |[\"']{name}[\"']", re.MULTILINE)
-    return not texts or any(map(is_set.search, texts))
+    is_packed = not texts and any(files)  # else it is of C, and its instances have what it has
+    return is_packed or any(map(is_set.search, texts))
 
 
 def _problem(path: str, package: str, argument: str) -> Problem:
