@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memsave.core.patching import own, patch_method, previous_method, set_own
+from lightning_memsave.core.patching import (
+    keep_copies_plain,
+    own,
+    patch_method,
+    previous_method,
+    set_own,
+)
 from lightning_memsave.errors import Problem
 from lightning_memsave.trainer.trainer import is_strategy
 
@@ -94,6 +100,7 @@ def share_model(
         patch_method(strategy, configure_ddp),
         patch_method(strategy, block_backward_sync),
         patch_method(pl_module, backward),
+        keep_copies_plain(pl_module),
     ]
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import keep_copies_plain, patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.trainer.first_batch import call_before_setup
 from lightning_memsave.trainer.tensor_parallel import (
@@ -128,6 +128,7 @@ class FSDP2StrategyMixin:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms and checkpoints of shards
         super().setup_environment()  # type: ignore[misc]
         self._undo.callback(patch_method(self.lightning_module, configure_model))
+        self._undo.callback(keep_copies_plain(self.lightning_module))
         if self._tensor_parallel_size > 1:
             self._undo.callback(patch_method(self.precision_plugin, clip_grad_by_norm))
 
