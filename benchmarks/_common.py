@@ -39,13 +39,14 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     }
 
 
-# Without the folder of the result files, which may have been moved.
+# Without folders of one machine: of the result files, and of packages that are kept.
 def _typed_options() -> list[str]:
     typed = sys.argv[1:]
-    if "--results" not in typed:
-        return typed
-    place = typed.index("--results")
-    return typed[:place] + typed[place + 2 :]
+    for option in ("--results", "--transformers"):
+        if option in typed:
+            place = typed.index(option)
+            typed = typed[:place] + typed[place + 2 :]
+    return typed
 
 
 def device_name() -> str:

@@ -179,6 +179,23 @@ def report(request: pytest.FixtureRequest) -> Any:
     return ranks.make_report(request)
 
 
+@pytest.fixture(scope="module")
+def report_of_four(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Any:
+    """Give what the scenarios of a test file have written on four ranks."""
+    from tests.callbacks import ranks
+
+    root = tmp_path_factory.mktemp("four")
+    ranks.launch(root, [str(request.path)], number=4)
+    ranks.wait(root)
+    return lambda name: ranks.read_notes(root / request.path.stem, name, 4)
+
+
+@pytest.fixture(params=[2, 4])
+def seen(request: pytest.FixtureRequest) -> Any:
+    """Run a test with what two ranks have written, and with that of four."""
+    return request.getfixturevalue("report" if request.param == 2 else "report_of_four")
+
+
 # What is asked for by a number, as in `predict=20.0`, is predicted all the same.
 @pytest.fixture
 def no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from torchmetrics import MeanMetric
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback, PipelineStrategy
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from tests.callbacks import ranks
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.callbacks.ranks import Notes
 
@@ -621,22 +620,6 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
 
 
 # --- what they saw ---
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("four")
-    ranks.launch(root, [__file__], number=4)
-    ranks.wait(root)
-    return root / Path(__file__).stem
-
-
-@pytest.fixture(params=[2, 4])
-def seen(request: pytest.FixtureRequest) -> Any:
-    if request.param == 2:
-        return request.getfixturevalue("report")
-    folder = request.getfixturevalue("four")
-    return lambda name: ranks.read_notes(folder, name, 4)
 
 
 def close(found: Any, expected: Any, rtol: float) -> None:

@@ -161,22 +161,6 @@ SCENARIOS = {
 # --- what they saw ---
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("four")
-    ranks.launch(root, [__file__], number=4)
-    ranks.wait(root)
-    return root / Path(__file__).stem
-
-
-@pytest.fixture(params=[2, 4])
-def seen(request: pytest.FixtureRequest) -> Any:
-    if request.param == 2:
-        return request.getfixturevalue("report")
-    folder = request.getfixturevalue("four")
-    return lambda name: ranks.read_notes(folder, name, 4)
-
-
 def test_trains_bit_for_bit_as_split_by_hand(seen):
     for notes in seen("training"):
         assert notes["ours"] == notes["by hand"]
