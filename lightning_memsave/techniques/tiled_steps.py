@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
     # bitsandbytes' own classes may use norms of updates.
     is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
-    if not is_elementwise or param.numel() <= _tile_numel(param):
+    if not is_elementwise or param.numel() <= _numel_of_tiles(param):
         return False
     tensors = [param, *(v for v in optimizer.state[param].values() if isinstance(v, Tensor))]
     is_dense = param.grad is not None and not param.grad.is_sparse
@@ -37,7 +37,7 @@ def step_whole(
     optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
 ) -> None:
     values = weights.load(...)
-    _step(optimizer, group, values, _gradient(param).float(), optimizer.state[param])
+    step_values(optimizer, group, values, _gradient(param).float(), optimizer.state[param])
     weights.store(..., values)
 
 
@@ -46,13 +46,13 @@ def step_in_tiles(
 ) -> None:
     state, grad = optimizer.state[param], _gradient(param).reshape(-1)
     new_state: dict[str, Any] = {}
-    size, numel = _tile_numel(param), param.numel()
+    size, numel = _numel_of_tiles(param), param.numel()
 
-    def step_tile(part: slice) -> None:
+    def step_tile(part: slice, _: int) -> None:
         values = weights.load(part)
         # Without state, the optimizer initializes it for each tile.
         before = {key: _cut(key, value, numel, part) for key, value in state.items()}
-        after = _step(optimizer, group, values, grad[part].float(), dict(before))
+        after = step_values(optimizer, group, values, grad[part].float(), dict(before))
         weights.store(part, values)
         for key, value in after.items():
             whole = new_state.get(key)
@@ -64,28 +64,41 @@ def step_in_tiles(
                 view.copy_(value)
             new_state[key] = value if view is None else whole
 
+    each_tile(param, size, step_tile, is_first_apart=not state)
+    state.update(new_state)
+
+
+def each_tile(
+    param: Tensor,
+    size: int,
+    step_tile: Callable[[slice, int], None],
+    *,
+    is_first_apart: bool = False,
+) -> None:
+    """Call a function with each tile and its number."""
+    numel = param.numel()
     tiles = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
     if is_fake(param):  # those that are as large as each other are equal: they have no values
-        if not state:
-            step_tile(tiles.pop(0))
+        if is_first_apart:
+            step_tile(tiles.pop(0), 0)
         *equal, last = tiles
         equal += [last] * (numel % size == 0)
         tiles = [last] * (numel % size != 0)
         if equal:
             with repeated(len(equal)):
-                step_tile(equal[0])
-    for tile in tiles:
-        step_tile(tile)
-    state.update(new_state)
+                step_tile(equal[0], 0)
+    for index, tile in enumerate(tiles):
+        step_tile(tile, index)
 
 
-def _step(
+def step_values(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     values: Tensor,
     grad: Tensor,
     state: dict[str, Any],
 ) -> dict[str, Any]:
+    """Update values in place; return the state that they have then."""
     values.grad = grad
     optimizer.state[values] = state
     try:
@@ -126,9 +139,12 @@ def _gradient(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def _tile_numel(param: nn.Parameter) -> int:
-    # Tiles must not split a block of 8-bit state.
+def _numel_of_tiles(param: nn.Parameter) -> int:
     is_on_gpu = on_cuda(param) and not is_host(param.untyped_storage())
-    factor = CUDA_FACTOR if is_on_gpu else 1
-    share = factor * param.numel() // 8 // BLOCKSIZE * BLOCKSIZE
+    return tile_numel(param.numel(), CUDA_FACTOR if is_on_gpu else 1)
+
+
+def tile_numel(numel: int, factor: int = 1) -> int:
+    # Tiles must not split a block of 8-bit state.
+    share = factor * numel // 8 // BLOCKSIZE * BLOCKSIZE
     return max(factor * MIN_TILE_NUMEL, min(share, factor * MAX_TILE_NUMEL))

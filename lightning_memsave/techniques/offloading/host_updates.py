@@ -16,6 +16,11 @@ from torch.optim import Optimizer
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import PROCESS_WIDE
+from lightning_memsave.techniques.offloading.device_tiles import (
+    DeviceTiles,
+    is_updated_in_tiles,
+    lock_state,
+)
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
@@ -46,6 +51,7 @@ class HostUpdates(StepOwner):
     def __init__(self, optimizer: Optimizer, residence: Residence) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.residence = residence
+        self._tiles: DeviceTiles | None = None
 
     def start(self) -> list[Callable[[], None]]:
         optimizer = self._optimizer()
@@ -84,6 +90,7 @@ class HostUpdates(StepOwner):
         part.take_back()
         part.keep_halves()
         self._allocate(optimizer, part, gradients)
+        self._make_tiles(optimizer)
         landing = self.residence.copies.landing()
         update = self._update_of(optimizer, part, gradients, clip)
 
@@ -171,6 +178,22 @@ class HostUpdates(StepOwner):
                 allocate_state(_double(optimizer, stateless, optimizer.state))
             self._mark_state()
 
+    def _make_tiles(self, optimizer: Optimizer) -> None:
+        if self._tiles is None:
+            params = [p for p in parameters_of(optimizer) if self._is_for_device(optimizer, p)]
+            if params:
+                self._tiles = DeviceTiles(params, self.residence.device)
+
+    def _is_for_device(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
+        part = self.residence.part_of(param)
+        if part is None or not (self._is_on_cuda(param) and is_updated_in_tiles(optimizer, param)):
+            return False
+        has_all_bits = part.is_split(param) or part.weight_of(param).dtype is torch.float32
+        return has_all_bits and part.form_of(param).is_contiguous()
+
+    def _is_on_cuda(self, param: Tensor) -> bool:
+        return self.residence.device.type == "cuda" or on_cuda(param)  # or a fake one
+
     # The user's parameters, groups and optimizer may change while it runs.
     def _update_of(
         self,
@@ -186,24 +209,31 @@ class HostUpdates(StepOwner):
             stand_in.grad_dtype = grad.dtype
             stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
-        double = _double(optimizer, stand_ins, state)
-        if self.residence.device.type == "cuda" or any(map(on_cuda, gradients)):  # or a fake one
+        double, tiles = _double(optimizer, stand_ins, state), self._tiles
+        if any(map(self._is_on_cuda, gradients)):
             for group in double.param_groups:
                 choose_fused(double, group)
+        in_tiles = [p for p in gradients if tiles and self._is_for_device(optimizer, p)]
+        for param in in_tiles:
+            lock_state(optimizer.state[param], self.residence.memory)
         # Whole temporaries of a table would need as much memory again, and pass the cache.
         is_large = part in self.residence.tables and part.params[0].dtype is torch.float32
         others = [
             param
             for param, grad in gradients.items()
-            if part.is_split(param)
-            or grad.dtype is not part.weight_of(param).dtype
-            or (
-                is_large
-                and is_tiled(double, stand_ins[id(param)])
-                and not group_of(double, stand_ins[id(param)]).get("fused")
+            if param not in {*in_tiles}
+            and (
+                part.is_split(param)
+                or grad.dtype is not part.weight_of(param).dtype
+                or (
+                    is_large
+                    and is_tiled(double, stand_ins[id(param)])
+                    and not group_of(double, stand_ins[id(param)]).get("fused")
+                )
             )
         ]
-        plain = [stand_ins[id(param)] for param in gradients if param not in {*others}]
+        rest = [param for param in gradients if param not in {*others, *in_tiles}]
+        plain = [stand_ins[id(param)] for param in rest]
 
         def update() -> None:
             is_converted = part.is_converted
@@ -214,6 +244,8 @@ class HostUpdates(StepOwner):
                     plain_step(double, plain)
                 for param in others:
                     _step_in_float32(double, stand_ins[id(param)], part, param)
+                for param in in_tiles:
+                    tiles.step(double, stand_ins[id(param)], part, param)
             except Exception as error:
                 names = self.residence.names_of(part.params)
                 error.add_note(f"In the update of {names} on the host, beside the next step.")

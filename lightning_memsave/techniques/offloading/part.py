@@ -24,13 +24,15 @@ _HALF_A_UNIT = 0x8000  # of the last bit of bfloat16
 _NAN = 0x7FC00000
 
 
-def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
+def split_weight(
+    values: Tensor, upper: Tensor, lower: Tensor, is_nan: Tensor | None = None
+) -> None:
     """Split numbers into two halves, from which `join_weight` makes the same bits.
 
     A NaN becomes the usual one.
     """
-    bits = values.view(torch.int32)
-    bits.masked_fill_(values.isnan(), _NAN)  # rounding could make another one a number
+    bits, is_nan = values.view(torch.int32), torch.ne(values, values, out=is_nan)
+    bits.masked_fill_(is_nan, _NAN)  # rounding could make another one a number
     lower.copy_(bits)
     bits.add_(_HALF_A_UNIT).bitwise_right_shift_(16)
     upper.view(torch.int16).copy_(bits)
@@ -159,6 +161,11 @@ class Part:
         """Return the memory that an update changes: the weight, or its upper half."""
         index = self._positions[id(param)]
         return self._to_send[index] if index in self._are_split else self._weights[index]
+
+    def halves_of(self, param: Tensor) -> list[Tensor]:
+        """Return the memory of a weight: one tensor, or its two halves."""
+        index, memory = self._positions[id(param)], self.updated_memory_of(param)
+        return [memory, self._lower[index]] if index in self._are_split else [memory]
 
     def access_to(self, param: Tensor, *, is_flat: bool) -> Weights:
         memory, index = self.updated_memory_of(param), self._positions[id(param)]
