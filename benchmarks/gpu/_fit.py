@@ -32,6 +32,7 @@ class Fit:
         trainer: More arguments of the Trainer.
         is_fused: AdamW with ``fused=True``, as Hugging Face's Trainer has it.
         limit_mib: What the allocator may have.
+        num_steps: That are timed on a GPU, after 4 others.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Fit:
     trainer: dict[str, Any] = field(default_factory=dict)
     is_fused: bool = False
     limit_mib: int | None = None
+    num_steps: int = 20
 
 
 def _gpt2(width: int, num_layers: int, num_heads: int) -> Other:
@@ -47,13 +49,35 @@ def _gpt2(width: int, num_layers: int, num_heads: int) -> Other:
     return Other("GPT2", {**sizes, **no_words}, "LMHeadModel", {"input_ids": (8, 1024)})
 
 
+_LLAMA_8B = Other(
+    "Llama",
+    {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": False,
+    },
+    "ForCausalLM",
+    {"input_ids": (2, 2048)},
+)
 MODELS = {
+    "llama_8b": _LLAMA_8B,
     "gpt2_xl": _gpt2(1600, 48, 25),
     "gpt2_xl_6": _gpt2(1600, 6, 25),
     "gpt2_medium": _gpt2(1024, 24, 16),
     **{name.lower(): other for name, other in OTHERS.items()},
 }
 
+LOW_BIT_OFFLOAD: dict[str, Any] = {
+    "preset": "offload",
+    "optimizer": "8bit",
+    "low_precision_weights": "split",
+    "optimizer_in_backward": True,
+}
+"""6.3 bytes of host memory per parameter."""
 CLIP = {"gradient_clip_val": 1.0}
 FITS = {
     "roberta plain": Fit("roberta", PLAIN),
@@ -81,6 +105,9 @@ FITS = {
     "gpt2_xl bitwise": Fit("gpt2_xl", {"preset": "bitwise", **MIXED_PRECISION}),
     "gpt2_xl classic": Fit("gpt2_xl", {"preset": "classic"}),
     "gpt2_xl_6 offload": Fit("gpt2_xl_6", {"preset": "offload"}),
+    "gpt2_xl_6 offload, 8-bit": Fit("gpt2_xl_6", LOW_BIT_OFFLOAD),
+    "gpt2_xl offload, 8-bit": Fit("gpt2_xl", LOW_BIT_OFFLOAD),
+    "llama_8b offload, 8-bit": Fit("llama_8b", LOW_BIT_OFFLOAD, num_steps=4),
     "roberta fp32": Fit("roberta", NOTHING),
     "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
     "roberta selective": Fit("roberta", {**PLAIN, "activation_checkpointing": "selective"}),
@@ -165,7 +192,7 @@ def run(name: str, device: str) -> Found:
     """Train, and put what was predicted beside what was measured."""
     chosen = FITS[name]
     is_cuda = device == "cuda"
-    num_steps, num_warmup = (20, 4) if is_cuda else (2, 2)
+    num_steps, num_warmup = (chosen.num_steps, 4) if is_cuda else (2, 2)
     accumulated = chosen.trainer.get("accumulate_grad_batches", 1)
     model, batches = make_problem(chosen.model, device)
     module = _Module(model)

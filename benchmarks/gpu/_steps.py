@@ -79,6 +79,12 @@ STEPS = (
     _technique(
         "fused_updates", 90, "equal; no memory beside the state; under 1 ms", needs=BITSANDBYTES
     ),
+    _technique(
+        "host_updates",
+        60,
+        "8-bit: H200: 13 to 19 s by the host, under 1 s by the device",
+        needs=BITSANDBYTES,
+    ),
     _technique("out_of_memory", 60, "three sizes; bitwise as with the fixed size"),
     _fit("roberta plain", "H200: 24 ms; allocated within 1 %, reserved as predicted"),
     _fit("roberta single_gpu", "H200: 99 ms, host = wall", needs=BITSANDBYTES),
@@ -93,6 +99,9 @@ STEPS = (
     _device("attention_kernels", 60, "H200: all need the same"),
     _fit("gpt2_xl plain", limit_s=150),
     _fit("gpt2_xl_6 offload", needs=BITSANDBYTES),
+    _fit("gpt2_xl_6 offload, 8-bit", "H200: a quarter of the time by the host", needs=BITSANDBYTES),
+    _fit("gpt2_xl offload, 8-bit", limit_s=150, needs=BITSANDBYTES),
+    _fit("llama_8b offload, 8-bit", "not measured yet", limit_s=240, needs=BITSANDBYTES),
     *(_ladder("hugging_face", row) for row in ("mixed precision", "all")),
     *(
         _ladder("lightning", row)

@@ -25,6 +25,7 @@ from lightning_memsave import (
     LowBitOptimizer,
     LowPrecisionWeights,
     MicroBatching,
+    Offloading,
     OptimizerInBackward,
 )
 from lightning_memsave.techniques.low_precision_weights.fused_steps import (
@@ -350,6 +351,35 @@ def fused_updates(device: str) -> Iterator[Found]:
         yield attempt(function.__name__, check)
 
 
+def host_updates(device: str) -> Iterator[Found]:
+    """Seconds for a billion parameters on the host, updated there and by the device."""
+    size = 4096 if device == "cuda" else 64
+
+    def found(case: str, optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> Found:
+        def update() -> None:
+            optimizer.step()
+            wait()
+
+        took = time_of(update, device, repeats=3)
+        numel = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        return {"case": case, "s_per_billion": 1e6 * took["ms"] / numel, "numel": numel}
+
+    weight = nn.Parameter(torch.randn(size, size))
+    weight.grad = torch.full_like(weight, 1e-3)
+    fused = torch.optim.AdamW([weight], fused=True)
+    yield found("32-bit, by the host", fused, lambda: None)
+    low_bit = LowBitOptimizer().apply(torch.optim.AdamW([weight])).target
+    yield found("8-bit, by the host", low_bit, lambda: None)
+    layers = [nn.Linear(size, size, bias=False) for _ in range(8)]
+    model = nn.Sequential(*layers).to(device)
+    optimizer = LowBitOptimizer().apply(torch.optim.AdamW(model.parameters())).target
+    offloading = Offloading("parameters", blocks=nn.Linear)
+    handle = offloading.apply(model)
+    offloading.update_in_background(optimizer)
+    model(torch.randn(8, size, device=device)).sum().backward()
+    yield found("8-bit, by the device", optimizer, handle.wait)
+
+
 def paged_state(device: str) -> Iterator[Found]:
     """Where the host writes and reads pages of the driver; the last line before a crash tells."""
     weight = nn.Parameter(torch.randn(512, 512, device=device))
@@ -397,6 +427,7 @@ CHECKS = {
         exact_limit,
         step_costs,
         fused_updates,
+        host_updates,
         paged_state,
         stochastic_rounding,
     )

@@ -135,7 +135,8 @@ class WorkCounter:
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
         num_launches, num_tensors = traits.num_launches, len(args[0]) if traits.is_list else 1
         if traits.is_list:
-            num_launches = launches_of(num_tensors)
+            is_transfer = kind in ("to_host", "from_host")
+            num_launches = num_tensors if is_transfer else launches_of(num_tensors)
         phase = _phase(in_step)
         module = "" if in_step else module_of(phase)
         kernel = Kernel(phase, kind, dtype, flop, num_bytes, num_launches, module, num_tensors)
@@ -171,8 +172,11 @@ def _with_own_heads(args: Sequence[Any]) -> list[Any]:
 # What is made while host copies are made is on the host, too.
 def _place_of(tensors: Sequence[Tensor], *, is_copy: bool) -> Kind:
     on_host = [any(map(is_host, storages_of(tensor))) for tensor in tensors]
-    if is_copy and on_host in ([True, False], [False, True]):
-        return "to_host" if on_host[0] else "from_host"
+    targets, sources = on_host[: len(on_host) // 2], on_host[len(on_host) // 2 :]
+    if is_copy and all(targets) and not any(sources):
+        return "to_host"
+    if is_copy and all(sources) and not any(targets):
+        return "from_host"
     return "host" if any(on_host) or category_in_context() == HOST else "elementwise"
 
 
@@ -223,14 +227,13 @@ def _traits_of(func: Any) -> _Traits:
     elif "convolution" in name:
         kind = "convolution"
     is_out = func._schema.overload_name.endswith("out")
-    overwrites = is_out or name in ("copy_", "fill_", "zero_")
+    is_copy = name in ("copy_", "_foreach_copy_")
+    overwrites = is_out or is_copy or name in ("fill_", "zero_")
     arguments = enumerate(func._schema.arguments)
     written = tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
     slowness, launches = (_SLOWNESS_OF_8BIT, _LAUNCHES_OF_8BIT) if "8bit" in name else (1, 1)
     is_list = name.startswith("_foreach_")
-    return _Traits(
-        True, kind, count, overwrites, name == "copy_", is_list, written, slowness, launches
-    )
+    return _Traits(True, kind, count, overwrites, is_copy, is_list, written, slowness, launches)
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:

@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
     # bitsandbytes' own classes may use norms of updates.
     is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
-    if not is_elementwise or param.numel() <= _numel_of_tiles(param):
+    if not is_elementwise or param.numel() <= _tile_numel(param):
         return False
     tensors = [param, *(v for v in optimizer.state[param].values() if isinstance(v, Tensor))]
     is_dense = param.grad is not None and not param.grad.is_sparse
@@ -46,7 +46,7 @@ def step_in_tiles(
 ) -> None:
     state, grad = optimizer.state[param], _gradient(param).reshape(-1)
     new_state: dict[str, Any] = {}
-    size, numel = _numel_of_tiles(param), param.numel()
+    size, numel = _tile_numel(param), param.numel()
 
     def step_tile(part: slice, _: int) -> None:
         values = weights.load(part)
@@ -139,12 +139,9 @@ def _gradient(param: nn.Parameter) -> Tensor:
     return param.grad
 
 
-def _numel_of_tiles(param: nn.Parameter) -> int:
-    is_on_gpu = on_cuda(param) and not is_host(param.untyped_storage())
-    return tile_numel(param.numel(), CUDA_FACTOR if is_on_gpu else 1)
-
-
-def tile_numel(numel: int, factor: int = 1) -> int:
+def _tile_numel(param: nn.Parameter) -> int:
     # Tiles must not split a block of 8-bit state.
-    share = factor * numel // 8 // BLOCKSIZE * BLOCKSIZE
+    is_on_gpu = on_cuda(param) and not is_host(param.untyped_storage())
+    factor = CUDA_FACTOR if is_on_gpu else 1
+    share = factor * param.numel() // 8 // BLOCKSIZE * BLOCKSIZE
     return max(factor * MIN_TILE_NUMEL, min(share, factor * MAX_TILE_NUMEL))

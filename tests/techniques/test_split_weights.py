@@ -244,4 +244,4 @@ def test_tiles_on_the_host_are_as_small_as_without_a_gpu():
     with FakeTensorMode(), emulating_cuda():
         on_gpu, on_host = (nn.Parameter(torch.empty(2**27)) for _ in range(2))
         mark_as_host(on_host)
-        assert tiled_steps._numel_of_tiles(on_gpu) == 4 * tiled_steps._numel_of_tiles(on_host)
+        assert tiled_steps._tile_numel(on_gpu) == 4 * tiled_steps._tile_numel(on_host)

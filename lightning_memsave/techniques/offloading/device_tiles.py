@@ -13,24 +13,27 @@ from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.part import Part, join_weight, split_weight
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, is_low_bit
 from lightning_memsave.techniques.optimizer_step import group_of
-from lightning_memsave.techniques.tiled_steps import each_tile, step_values, tile_numel
+from lightning_memsave.techniques.tiled_steps import each_tile, step_values
 
-_NUM_SLOTS = 2
-# Of a number in a slot: weight and gradient in up to 32 bits, and two moments with their scales.
-_BYTES_IN_SLOT = 4 + 4 + 2 * (1 + 4 / BLOCKSIZE)
+MIN_TILE_NUMEL, MAX_TILE_NUMEL = 2**21, 2**22
+"""A tile is an eighth of its parameter between these limits. Smaller ones take longer to launch
+than to copy; larger ones need more memory, and are no faster on an H200."""
+_NUM_SLOTS = 2  # one comes or goes while the other one is updated
+_BYTES_8BIT = 4 + 4 + 2 * (1 + 4 / BLOCKSIZE)  # weight and gradient, two moments, their scales
+_BYTES_32BIT = 4 + 4 + 2 * 4
 
 
-def is_updated_in_tiles(optimizer: Any, param: Tensor) -> bool:
-    """Return whether a parameter on the host is updated by the device.
+def is_updated_in_tiles(optimizer: Any) -> bool:
+    """Return whether the device updates what an optimizer has on the host.
 
-    bitsandbytes quantizes 8-bit state on a CPU a hundred times more slowly than a GPU's bus brings
-    it to the device and back ("streamed" in `benchmarks.gpu`).
+    bitsandbytes' kernels for a CPU are made for tests: 16 cores take 13 to 19 s for a billion
+    parameters, the bus of an H200 0.17 s to bring them and their state to the device and back.
     """
-    return is_low_bit(optimizer) and not optimizer.is_paged and optimizer.uses_8bit(param)
+    return is_low_bit(optimizer) and not optimizer.is_paged
 
 
 def lock_state(state: dict[str, Any], memory: HostMemory) -> None:
-    """Move 8-bit state to page-locked memory, unless it is there already."""
+    """Move moments and their scales to page-locked memory, unless they are there already."""
     keys = [key for key, value in state.items() if _is_cut(key, value) and not is_in_piece(value)]
     for key, locked in zip(keys, memory.tensors_like([state[key] for key in keys]), strict=True):
         state[key] = locked.copy_(state[key])
@@ -40,13 +43,17 @@ class DeviceTiles:
     """Room on the device for tiles, of which one is updated while others come and go.
 
     Args:
-        params: The parameters that are updated in tiles, on the host.
+        optimizer: One for which `is_updated_in_tiles` is true.
+        params: Parameters that it updates in tiles.
         device: Where their tiles are updated.
     """
 
-    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
-        numel = max(min(param.numel(), tile_numel(param.numel())) for param in params)
-        num_bytes = int(_BYTES_IN_SLOT * numel) + 8 * aligned(1)
+    def __init__(self, optimizer: Any, params: Sequence[Tensor], device: torch.device) -> None:
+        sizes = [(_tile_numel(p.numel(), is_8bit=optimizer.uses_8bit(p)), p) for p in params]
+        needed = [
+            numel * (_BYTES_8BIT if optimizer.uses_8bit(p) else _BYTES_32BIT) for numel, p in sizes
+        ]
+        num_bytes, numel = int(max(needed)) + 8 * aligned(1), max(numel for numel, _ in sizes)
         self._device = device
         # Kept, so that the memory which a step needs does not depend on when an update runs.
         with counted_as("temporary"), torch.inference_mode(mode=False):
@@ -54,7 +61,6 @@ class DeviceTiles:
                 torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_SLOTS)
             ]
             self._values, self._gradient = torch.empty(2, numel, device=device).unbind()
-            self._is_nan = torch.empty(numel, dtype=torch.bool, device=device)
         self._freed: list[Any] = [None] * _NUM_SLOTS
         self._tables: dict[int, Tensor] = {}
         self._up, self._down = (
@@ -65,33 +71,33 @@ class DeviceTiles:
                 stream.wait_stream(torch.cuda.current_stream(device))
 
     def step(self, optimizer: Optimizer, stand_in: nn.Parameter, part: Part, param: Tensor) -> None:
-        """Update one parameter, as `step_in_tiles` does it on the host."""
-        state, group = optimizer.state[stand_in], group_of(optimizer, stand_in)
-        assert stand_in.grad is not None, "only parameters with a gradient are updated"
+        """Update one parameter; its new values are on the host after `synchronize`."""
+        state, group, grad = optimizer.state[stand_in], group_of(optimizer, stand_in), stand_in.grad
+        assert grad is not None, "only parameters with a gradient are updated"
         moments = [key for key, value in state.items() if _is_cut(key, value)]
-        others = {key: self._on_device(state[key]) for key in state.keys() - {*moments}}
-        on_host = [*part.halves_of(param), stand_in.grad, *(state[key] for key in moments)]
-        flat = [tensor.view(-1) for tensor in on_host]
-        num_weights, counts = len(flat) - 1 - len(moments), set()
+        rest = {key: self._on_device(state[key]) for key in state.keys() - {*moments}}
+        weights = part.halves_of(param)
+        flat = [t.view(-1) for t in (grad, *weights, *(state[key] for key in moments))]
+        counts = set()
 
         def step_tile(tile: slice, index: int) -> None:
             sources = [_cut(tensor, tile, param.numel()) for tensor in flat]
             slot = self._bring(sources, index)
-            *weights, grad = slot[: num_weights + 1]
-            values = weights[0]
-            if num_weights > 1:
-                values = join_weight(*weights, self._values[: len(grad)])
-            own = others | dict(zip(moments, slot[num_weights + 1 :], strict=True))
-            full = self._gradient[: len(grad)].copy_(grad)
-            counts.add(step_values(optimizer, group, values, full, own)["step"])
-            if num_weights > 1:
-                split_weight(values, *weights, self._is_nan[: len(grad)])
-            del slot[num_weights], sources[num_weights]
-            self._return(sources, slot, index)
+            small, *own = slot[: 1 + len(weights)]
+            room = slice(len(small))
+            values = own[0]
+            if len(own) > 1:
+                values = join_weight(own[0], own[1], self._values[room])
+            full = self._gradient[room].copy_(small)
+            before = rest | dict(zip(moments, slot[1 + len(weights) :], strict=True))
+            counts.add(step_values(optimizer, group, values, full, before)["step"])
+            if len(own) > 1:
+                split_weight(values, own[0], own[1])
+            self._return(sources[1:], slot[1:], index)
 
-        each_tile(param, tile_numel(param.numel()), step_tile)
+        with counted_as(""):  # the device's, though the host's thread is here
+            each_tile(param, _tile_numel(param.numel(), is_8bit="absmax1" in state), step_tile)
         (state["step"],) = counts
-        self.synchronize()
 
     def synchronize(self) -> None:
         """Wait until all tiles are on the host again."""
@@ -99,30 +105,31 @@ class DeviceTiles:
             if event is not None:
                 event.synchronize()
 
-    def _bring(self, sources: Sequence[Tensor], index: int) -> list[Tensor]:
+    def _bring(self, sources: list[Tensor], index: int) -> list[Tensor]:
         slot, start, found = self._slots[index % _NUM_SLOTS], 0, []
         for source in sources:
             found.append(tensor_in(slot, start, source, source.dtype))
             start += aligned(source.nbytes)
-        with counted_as(""), torch.cuda.stream(self._up):
-            freed = self._freed[index % _NUM_SLOTS]
-            if self._up is not None and freed is not None:
-                self._up.wait_event(freed)
-            for target, source in zip(found, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+        freed = self._freed[index % _NUM_SLOTS]
+        if self._up is not None and freed is not None:
+            self._up.wait_event(freed)
+        self._copy(self._up, found, sources)
         if self._up is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._up)
         return found
 
-    def _return(self, targets: Sequence[Tensor], slot: Sequence[Tensor], index: int) -> None:
+    def _return(self, targets: list[Tensor], slot: list[Tensor], index: int) -> None:
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(self._device))
-        with counted_as(""), torch.cuda.stream(self._down):
-            for target, source in zip(targets, slot, strict=True):
-                target.copy_(source, non_blocking=True)
+        self._copy(self._down, targets, slot)
         if self._down is not None:
             event = torch.cuda.Event(blocking=True)
             self._freed[index % _NUM_SLOTS] = self._down.record_event(event)
+
+    # All in one call, without Python's lock, which the thread that launches the step needs.
+    def _copy(self, stream: Any, targets: list[Tensor], sources: list[Tensor]) -> None:
+        with torch.cuda.stream(stream):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     # Tables of 256 values, which all parameters share.
     def _on_device(self, value: Any) -> Any:
@@ -137,6 +144,12 @@ class DeviceTiles:
 
 def _is_cut(key: str, value: Any) -> bool:
     return isinstance(value, Tensor) and not key.startswith("qmap")
+
+
+def _tile_numel(numel: int, *, is_8bit: bool) -> int:
+    # Tiles must not split a block of 8-bit state.
+    share = min(max(numel // 8 // BLOCKSIZE * BLOCKSIZE, MIN_TILE_NUMEL), MAX_TILE_NUMEL)
+    return min(numel, share if is_8bit else int(share * _BYTES_8BIT / _BYTES_32BIT))
 
 
 def _cut(flat: Tensor, tile: slice, numel: int) -> Tensor:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -182,11 +182,11 @@ class HostUpdates(StepOwner):
         if self._tiles is None:
             params = [p for p in parameters_of(optimizer) if self._is_for_device(optimizer, p)]
             if params:
-                self._tiles = DeviceTiles(params, self.residence.device)
+                self._tiles = DeviceTiles(optimizer, params, self.residence.device)
 
     def _is_for_device(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
         part = self.residence.part_of(param)
-        if part is None or not (self._is_on_cuda(param) and is_updated_in_tiles(optimizer, param)):
+        if part is None or not (is_updated_in_tiles(optimizer) and self._is_on_cuda(param)):
             return False
         has_all_bits = part.is_split(param) or part.weight_of(param).dtype is torch.float32
         return has_all_bits and part.form_of(param).is_contiguous()
@@ -209,43 +209,20 @@ class HostUpdates(StepOwner):
             stand_in.grad_dtype = grad.dtype
             stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
-        double, tiles = _double(optimizer, stand_ins, state), self._tiles
+        double = _double(optimizer, stand_ins, state)
         if any(map(self._is_on_cuda, gradients)):
             for group in double.param_groups:
                 choose_fused(double, group)
-        in_tiles = [p for p in gradients if tiles and self._is_for_device(optimizer, p)]
-        for param in in_tiles:
-            lock_state(optimizer.state[param], self.residence.memory)
-        # Whole temporaries of a table would need as much memory again, and pass the cache.
-        is_large = part in self.residence.tables and part.params[0].dtype is torch.float32
-        others = [
-            param
-            for param, grad in gradients.items()
-            if param not in {*in_tiles}
-            and (
-                part.is_split(param)
-                or grad.dtype is not part.weight_of(param).dtype
-                or (
-                    is_large
-                    and is_tiled(double, stand_ins[id(param)])
-                    and not group_of(double, stand_ins[id(param)]).get("fused")
-                )
-            )
-        ]
-        rest = [param for param in gradients if param not in {*others, *in_tiles}]
-        plain = [stand_ins[id(param)] for param in rest]
+        pairs = [(param, stand_ins[id(param)]) for param in gradients]
+        steps = self._steps_of(optimizer, double, part, pairs)
 
         def update() -> None:
             is_converted = part.is_converted
             try:
                 if clip is not None:
                     clip([*stand_ins.values()])
-                if plain:
-                    plain_step(double, plain)
-                for param in others:
-                    _step_in_float32(double, stand_ins[id(param)], part, param)
-                for param in in_tiles:
-                    tiles.step(double, stand_ins[id(param)], part, param)
+                for step in steps:
+                    step()
             except Exception as error:
                 names = self.residence.names_of(part.params)
                 error.add_note(f"In the update of {names} on the host, beside the next step.")
@@ -256,6 +233,40 @@ class HostUpdates(StepOwner):
             part.convert(gradients if is_converted else None)
 
         return update
+
+    def _steps_of(
+        self,
+        optimizer: Optimizer,
+        double: Optimizer,
+        part: Part,
+        pairs: Sequence[tuple[nn.Parameter, nn.Parameter]],
+    ) -> list[Callable[[], None]]:
+        plain: list[nn.Parameter] = []
+        steps: list[Callable[[], None]] = []
+        # Whole temporaries of a table would need as much memory again, and pass the cache.
+        is_large = part in self.residence.tables and part.params[0].dtype is torch.float32
+        for param, stand_in in pairs:
+            grad = stand_in.grad
+            assert grad is not None, "only parameters with a gradient are updated"
+            is_dense = grad.layout == torch.strided
+            if self._tiles is not None and is_dense and self._is_for_device(optimizer, param):
+                lock_state(optimizer.state[param], self.residence.memory)
+                steps.append(functools.partial(self._tiles.step, double, stand_in, part, param))
+            elif (
+                part.is_split(param)
+                or grad.dtype is not part.weight_of(param).dtype
+                or (is_large and is_tiled(double, stand_in) and not _is_fused(double, stand_in))
+            ):
+                steps.append(functools.partial(_step_in_float32, double, stand_in, part, param))
+            else:
+                plain.append(stand_in)
+        if plain:
+            steps.append(functools.partial(plain_step, double, plain))
+        return steps if self._tiles is None else [*steps, self._tiles.synchronize]
+
+
+def _is_fused(optimizer: Optimizer, param: nn.Parameter) -> bool:
+    return bool(group_of(optimizer, param).get("fused"))
 
 
 _unscale_at_once = GradScaler._unscale_grads_

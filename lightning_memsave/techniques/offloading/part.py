@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
+from lightning_memsave.core.memory import (
+    counted_as,
+    host_copies,
+    is_fake,
+    is_host,
+    mark_as,
+    mark_as_host,
+    on_cuda,
+)
 from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.flat_memory import in_order, num_owners, shares_memory
@@ -21,27 +29,27 @@ from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.tiled_steps import Weights
 
 _HALF_A_UNIT = 0x8000  # of the last bit of bfloat16
-_NAN = 0x7FC00000
 
 
-def split_weight(
-    values: Tensor, upper: Tensor, lower: Tensor, is_nan: Tensor | None = None
-) -> None:
+def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
     """Split numbers into two halves, from which `join_weight` makes the same bits.
 
     A NaN becomes the usual one.
     """
-    bits, is_nan = values.view(torch.int32), torch.ne(values, values, out=is_nan)
-    bits.masked_fill_(is_nan, _NAN)  # rounding could make another one a number
+    # Rounding could make another one a number.
+    bits = values.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)
     lower.copy_(bits)
     bits.add_(_HALF_A_UNIT).bitwise_right_shift_(16)
     upper.view(torch.int16).copy_(bits)
 
 
 def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Tensor:
-    into = torch.empty_like(upper, dtype=torch.float32) if into is None else into
+    if into is None:
+        into = torch.empty_like(upper, dtype=torch.float32)
+        if is_host(upper.untyped_storage()):
+            mark_as_host(into)
     # As a signed number, the lower half is negative where the upper one was rounded up.
-    into.view(torch.int32).copy_(upper.view(torch.int16)).bitwise_left_shift_(16).add_(lower)
+    into.copy_(upper).view(torch.int32).add_(lower)
     return into
 
 

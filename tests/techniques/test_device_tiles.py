@@ -1,0 +1,167 @@
+"""Parameters on the host whose low-bit optimizer runs on the device, tile by tile."""
+
+import gc
+from contextlib import closing
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_memsave import LowBitOptimizer, MemSaveCallback, predict_memory
+from lightning_memsave.techniques.flat_memory import is_in_piece
+from lightning_memsave.techniques.offloading import device_tiles
+from lightning_memsave.techniques.offloading.host_updates import host_updates_of
+from tests.callbacks.lit import loader_of, make_trainer
+from tests.cases import MODELS
+from tests.helpers import assert_same, in_pairs
+from tests.techniques.offloaded_loops import OPTIMIZERS, Offloaded
+
+KINDS = ("adamw_8bit", "adam_8bit", "lion_8bit", "sgd_8bit")
+NUMEL = 512  # less than most weights have, so that they have several tiles and a shorter one
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(device_tiles, "MIN_TILE_NUMEL", NUMEL)
+    monkeypatch.setattr(device_tiles, "MAX_TILE_NUMEL", NUMEL)
+    for kind in KINDS:
+        monkeypatch.setitem(OPTIMIZERS, kind, lambda params, kind=kind: _low_bit(params, kind))
+
+
+def _low_bit(params: Any, kind: str) -> torch.optim.Optimizer:
+    low_bit = LowBitOptimizer(kind, min_8bit_size=512)
+    return low_bit.apply(torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)).target
+
+
+def tiles_of(made: Offloaded) -> device_tiles.DeviceTiles | None:
+    updates = host_updates_of(made.optimizer)
+    return None if updates is None else updates._tiles
+
+
+def on_cpu(made: Offloaded) -> Any:
+    states = [dict(made.optimizer.state[param]) for param in made.model.parameters()]
+    return tree_map_only(Tensor, Tensor.cpu, (dict(made.model.state_dict()), states))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "kind", "what", "in_backward"),
+    in_pairs([*MODELS], KINDS, ["optimizer", "parameters"], [False, True]),
+)
+def test_the_same_bits_as_without_offloading(name, kind, what, in_backward):
+    how: dict[str, Any] = {"optimizer": kind, "in_backward": in_backward, "device": "cuda"}
+    with closing(Offloaded(name, what, **how)) as ours:
+        theirs = Offloaded(name, None, **how)
+        for number in range(4):
+            assert torch.equal(ours.step(number), theirs.step(number))
+        ours.handle.wait()
+        assert_same(on_cpu(ours), on_cpu(theirs))
+        assert tiles_of(ours) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounding", ["master", "split"])
+def test_weights_in_two_types_are_updated_in_float32(rounding, monkeypatch):
+    how: dict[str, Any] = {"optimizer": "adamw_8bit", "rounding": rounding, "device": "cuda"}
+    with closing(Offloaded("dropout", "parameters", **how)) as ours:
+        losses = [ours.step(number) for number in range(4)]
+        assert tiles_of(ours) is not None
+    # Without tiles it is the host that updates them, whose kernels round otherwise.
+    monkeypatch.setattr(device_tiles, "is_low_bit", lambda optimizer: False)
+    with closing(Offloaded("dropout", "parameters", **how)) as theirs:
+        expected = [theirs.step(number) for number in range(4)]
+        assert tiles_of(theirs) is None
+    torch.testing.assert_close(losses, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_a_loaded_state_goes_on_with_the_same_bits():
+    how: dict[str, Any] = {"optimizer": "adamw_8bit", "device": "cuda"}
+    made = [Offloaded("dropout", "parameters", **how) for _ in range(2)]
+    with closing(made[0]) as ours, closing(made[1]) as theirs:
+        for number in range(2):
+            ours.step(number)
+        theirs.model.load_state_dict(ours.model.state_dict())
+        theirs.optimizer.load_state_dict(ours.optimizer.state_dict())
+        for number in range(2, 4):
+            assert torch.equal(ours.step(number), theirs.step(number))
+        assert_same(ours.optimizer, theirs.optimizer)
+        for state in theirs.optimizer.state.values():
+            moments = [v for k, v in state.items() if k.startswith(("state", "absmax"))]
+            assert all(map(is_in_piece, moments))
+
+
+class Lit(pl.LightningModule):
+    """Blocks whose weights have two tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)) for _ in range(3)]
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "in the step": {},
+    "in backward": {"optimizer_in_backward": True},
+    "in two halves": {"low_precision_weights": "split", "precision": "bf16-mixed"},
+}
+OFFLOADED: dict[str, Any] = {"preset": "off", "optimizer": "8bit", "offload": "parameters"}
+
+
+@pytest.fixture
+def large_tiles(monkeypatch):
+    monkeypatch.setattr(device_tiles, "MIN_TILE_NUMEL", 2**18)
+    monkeypatch.setattr(device_tiles, "MAX_TILE_NUMEL", 2**18)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.usefixtures("large_tiles")
+def test_a_fit_needs_what_is_predicted(name):
+    callback = MemSaveCallback(**OFFLOADED, **SETTINGS[name], predict=60, report=False)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    trainer = make_trainer(pl, callback, accelerator="gpu", devices=1)
+    trainer.fit(Lit(), loader_of([torch.randn(4, 512)] * 3))
+    predicted = callback.prediction
+    assert predicted is not None
+    peak_bytes = torch.cuda.max_memory_allocated()
+    assert predicted.allocated_bytes == pytest.approx(peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.usefixtures("large_tiles")
+def test_a_prediction_counts_tiles_and_the_bus(name, monkeypatch):
+    def predict() -> Any:
+        settings = {**OFFLOADED, **SETTINGS[name]}
+        return predict_memory(Lit(), torch.zeros(4, 512), settings=settings, gpu="rtx-3060-12gb")
+
+    def num_bytes(found: Any, kind: str) -> float:
+        return sum(n * kernel.num_bytes for kernel, n in found.work.kernels if kernel.kind == kind)
+
+    with_tiles = predict()
+    monkeypatch.setattr(device_tiles, "is_low_bit", lambda optimizer: False)
+    by_host = predict()
+    # Two slots of 10 bytes for each number of a tile, and two times float32.
+    of_tiles = int((2 * (10 + 8 / 256) + 8) * 2**18)
+    more = with_tiles.peak_bytes - by_host.peak_bytes
+    assert of_tiles <= more <= of_tiles + 2**16
+    # Of each parameter a gradient, the weight and two moments of 8 bits; the gradient stays.
+    numel = sum(param.numel() for param in Lit().parameters())
+    for kind, least in (("from_host", 4 + 4 + 2), ("to_host", 4 + 2)):
+        added = num_bytes(with_tiles, kind) - num_bytes(by_host, kind)
+        assert added == pytest.approx(least * numel, rel=0.03)
+    assert num_bytes(with_tiles, "host") < num_bytes(by_host, "host") / 20
