@@ -16,7 +16,7 @@ from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISI
 from benchmarks._training import Batch, LanguageModel, fit
 from benchmarks.gpu._lines import Found, import_slow_packages, wait_for_turn, write_line
 from benchmarks.gpu._measure import MIB, limit_to, synchronize
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, Offloading
 from lightning_memsave.measure.nvml import read_nvml
 
 PLAIN: dict[str, Any] = {**NOTHING, **MIXED_PRECISION}
@@ -71,6 +71,7 @@ MODELS = {
     **{name.lower(): other for name, other in OTHERS.items()},
 }
 
+EVERYTHING = "parameters+activations+embeddings"
 LOW_BIT_OFFLOAD: dict[str, Any] = {
     "preset": "offload",
     "optimizer": "8bit",
@@ -105,6 +106,10 @@ FITS = {
     "gpt2_xl bitwise": Fit("gpt2_xl", {"preset": "bitwise", **MIXED_PRECISION}),
     "gpt2_xl classic": Fit("gpt2_xl", {"preset": "classic"}),
     "gpt2_xl_6 offload": Fit("gpt2_xl_6", {"preset": "offload"}),
+    "gpt2_xl offload, 12 threads": Fit(
+        "gpt2_xl",
+        {"preset": "offload", "offload": Offloading(EVERYTHING, num_threads=12)},
+    ),
     "gpt2_xl_6 offload, 8-bit": Fit("gpt2_xl_6", LOW_BIT_OFFLOAD),
     "gpt2_xl offload, 8-bit": Fit("gpt2_xl", LOW_BIT_OFFLOAD),
     "llama_8b offload, 8-bit": Fit("llama_8b", LOW_BIT_OFFLOAD, num_steps=4),

@@ -99,6 +99,12 @@ STEPS = (
     _device("attention_kernels", 60, "H200: all need the same"),
     _fit("gpt2_xl plain", limit_s=150),
     _fit("gpt2_xl_6 offload", needs=BITSANDBYTES),
+    _fit(
+        "gpt2_xl offload, 12 threads",
+        "less than with all 16, on which the step has to wait for its updates",
+        limit_s=150,
+        needs=BITSANDBYTES,
+    ),
     _fit("gpt2_xl_6 offload, 8-bit", "H200: a quarter of the time by the host", needs=BITSANDBYTES),
     _fit("gpt2_xl offload, 8-bit", limit_s=150, needs=BITSANDBYTES),
     _fit("llama_8b offload, 8-bit", "not measured yet", limit_s=240, needs=BITSANDBYTES),

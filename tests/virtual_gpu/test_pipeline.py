@@ -9,6 +9,7 @@ import torch
 from lightning_memsave import PipelineStrategy
 from tests.callbacks.lit import callback_with
 from tests.modules.test_pipeline import STAGES, Tied, close, lit, off, sgd, train
+from tests.virtual_gpu import counters
 from tests.virtual_gpu.pair import backend, on_gpus, tell, train_on, train_on_two
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -33,6 +34,12 @@ def run(schedule: str = "1f1b", callback: Any = None, precision: str = "32-true"
     module = lit(functools.partial(Tied, number=8), **methods).float()
     notes, _ = train(module, *callbacks, gradient_clip_val=0.5, precision=precision, **given)
     return notes | {"kept": kept[0], "all": sum(p.nbytes for p in module.parameters())}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2 and not counters.is_on:
+        pytest.skip("stages on one real GPU would need gloo, which sends no tensors of a GPU")
 
 
 @pytest.fixture(scope="module")
