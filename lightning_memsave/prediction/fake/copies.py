@@ -81,7 +81,10 @@ class Copier:
         return self._object(value)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        copied = self._make_tensor(tensor)
+        copied = self._memo[id(tensor)] = self._make_tensor(tensor)
+        for name, value in vars(tensor).items():  # such as the scales of a quantized weight
+            if name not in vars(copied):
+                setattr(copied, name, self(value))
         if isinstance(tensor, nn.Parameter):
             setattr(copied, _ORIGINALS, (id(tensor), *originals_of(tensor)))
         return copied
