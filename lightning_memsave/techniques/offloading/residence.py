@@ -22,6 +22,7 @@ from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import Copies, copies_for
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.quantized import move_scales
 from lightning_memsave.techniques.optimizer_step import around_all_steps
 from lightning_memsave.techniques.optimizer_step import owners_of as owners_of_step
 
@@ -438,6 +439,8 @@ class Residence:
         if after.device != self.device:
             self.device = after.device
             self.copies = self._copies_for(after)
+            for part in self.parts:
+                move_scales(part.params, self.device)
 
 
 def _values_of(gradient: Tensor) -> list[Tensor]:

@@ -34,6 +34,7 @@ from lightning_memsave.techniques.offloading.host_updates import (
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.module_hooks import move_with, tell_device
+from lightning_memsave.techniques.offloading.quantized import save_as_autograd_does
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.weights import (
     choose_weights,
@@ -313,6 +314,7 @@ class Offloading(Technique[nn.Module]):
             )
             undo += [
                 let_scales_land(),
+                save_as_autograd_does(),
                 *tell_device(target),
                 residence.release,
                 *residence.start(own_blocks),

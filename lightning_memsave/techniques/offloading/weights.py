@@ -11,6 +11,7 @@ from torch import nn
 from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import Problem
+from lightning_memsave.techniques.offloading.quantized import has_4_bits
 
 _PERCENT = re.compile(r"(\d+(\.\d+)?)%")
 
@@ -95,7 +96,7 @@ def choose_weights(
     return [param for param, why in reasons.items() if not why], left
 
 
-# Not a lazy one, a quantized one or a DTensor.
+# Not a lazy one, a DTensor, or a quantized one of another kind.
 def is_plain(param: nn.Parameter) -> bool:
-    is_own = type(param) is nn.Parameter or is_fake(param)
+    is_own = type(param) is nn.Parameter or is_fake(param) or has_4_bits(param)
     return is_own and param.layout == torch.strided
