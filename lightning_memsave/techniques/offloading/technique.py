@@ -23,6 +23,7 @@ from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.host_weight import is_asking
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
@@ -42,6 +43,7 @@ from lightning_memsave.techniques.offloading.weights import (
     is_plain,
     problems_of_number,
     problems_of_trained,
+    shared_parameters,
 )
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import allocates_all_state, in_backward_of
@@ -372,13 +374,18 @@ class Offloading(Technique[nn.Module]):
         if "embeddings" not in self._kinds:
             return []
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        heads = {id(m.weight) for m in model.modules() if is_asking(m)} - looked_up
+        sharing = shared_parameters(model)
         return [
             param
             for param in model.parameters()
-            if id(param) in looked_up
+            if id(param) in looked_up | heads
             and param.requires_grad
             and is_plain(param)
+            and param not in sharing
             and param.nbytes >= self.min_table_bytes
+            # A head is a weight as all others where it cannot stay there.
+            and not (id(param) in heads and table_problems(model, param))
         ]
 
     @property
