@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_memsave import (
     ChunkedCrossEntropy,
@@ -14,6 +15,7 @@ from lightning_memsave import (
     MemSaveCallback,
     MicroBatching,
     Offloading,
+    predict_memory,
 )
 from tests.callbacks.lit import (
     LIGHTNING,
@@ -164,3 +166,21 @@ def test_memory_is_predicted_to_the_byte(settings):
         peaks.append(callback.prediction.peak_bytes)
     # The weight; its gradient too, or what is computed beside it.
     assert peaks[1] < peaks[0] - LargerModel().head.weight.nbytes
+
+
+@pytest.mark.slow
+def test_llama_8b_needs_less_than_three_gib():
+    """Of tensors; with the head on the device it was 4.65."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    tokens = torch.zeros(2, 2048, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    found = predict_memory(lambda: LlamaForCausalLM(config), batch, settings={"preset": "offload"})
+    assert found.peak_bytes <= 3 * 2**30
+    assert found.num_parameters == 8_030_261_248

@@ -128,6 +128,26 @@ CASES = {
         model="classifier",
         is_fused=True,
     ),
+    "offloaded head": Case(
+        {
+            "offload": Offloading("parameters+embeddings", min_table_bytes=2**12),
+            "chunked_cross_entropy": ChunkedCrossEntropy(heads="model.head"),
+        },
+        model="classifier",
+        tolerance=1e-5,
+        is_fused=True,
+    ),
+    "offloaded head, in backward": Case(
+        {
+            "offload": Offloading("parameters+embeddings", min_table_bytes=2**12),
+            "chunked_cross_entropy": ChunkedCrossEntropy(heads="model.head"),
+            "optimizer_in_backward": True,
+        },
+        {"accumulate_grad_batches": 2},
+        model="classifier",
+        tolerance=1e-5,
+        is_fused=True,
+    ),
 }
 
 

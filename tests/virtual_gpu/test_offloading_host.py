@@ -356,5 +356,5 @@ def test_a_head_on_the_host_trains_as_one_on_the_device(head):
 @pytest.mark.parametrize("how", ["VGPU_LATE", "TORCH_CUDA_SANITIZER"])
 def test_a_head_on_the_host_waits_for_its_tiles(head, how):
     """Late copies give the same bits, and torch's check for races finds nothing."""
-    variables = {how: "1", "VGPU_COMPUTE": "1", "VGPU_STRICT": "1"}
+    variables: Any = {how: "1", "VGPU_COMPUTE": "1", "VGPU_STRICT": "1"}
     assert run_python(HEAD, card="a100", **variables)[1][0] == head[1][0]

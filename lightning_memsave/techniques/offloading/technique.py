@@ -84,8 +84,8 @@ class Offloading(Technique[nn.Module]):
     tensors on the host, so that clipping, checkpoints, averages of weights and any optimizer work
     as usual. With ``"activations"`` what blocks save for backward is on the host until backward
     comes near: of checkpointed blocks their inputs. With ``"embeddings"`` large tables stay on the
-    host, which updates them as other weights: a step gets the rows of its batch, and an output
-    layer that is tied to the table works tile by tile.
+    host, which updates them as other weights: a step gets the rows of its batch. So do the weights
+    of heads with `ChunkedCrossEntropy`, tied to a table or not, which work tile by tile.
 
     Args:
         what: ``"optimizer"``; ``"parameters"``, which includes it; ``"activations"``;
@@ -95,7 +95,7 @@ class Offloading(Technique[nn.Module]):
         host_budget: Bytes of host memory that may be used, or a text such as ``"16GiB"``; ``None``
             for half of what is free; no limit on fake tensors, which may be of another machine.
         min_bytes: Smaller activations stay on the device.
-        min_table_bytes: Smaller embeddings are weights as all others.
+        min_table_bytes: Smaller embeddings and heads are weights as all others.
         num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
             that of the block that computes, and those that it needs next. 1 lets each block wait
             for its weights.
