@@ -18,6 +18,7 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques import host_weight
 from lightning_memsave.techniques.host_weight import host_weight_of, set_host_weight
 from tests.helpers import assert_same, clones, seed_torch
 from tests.techniques.offloaded_loops import HostOperators
@@ -416,6 +417,24 @@ class TestHead:
         for each in sums:
             each.backward()
         assert_same_gradients(*models)
+
+    @pytest.mark.filterwarnings("ignore:.*needs its full logits")
+    def test_logits_of_many_tiles_in_bfloat16(self, models, monkeypatch):
+        """The same bits; gradients are rounded twice, as products of tiles and as their sum."""
+        monkeypatch.setattr(host_weight, "_TILE_BYTES", 4 * WIDTH)
+        hidden, outer = torch.randn(64, WIDTH), torch.randn(64, WORDS).bfloat16()
+        found = list[Any]()
+        for model in models:
+            own = hidden.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model.head(own).clone()
+            torch.autograd.backward(logits, outer, inputs=[own])
+            found.append((logits, own.grad))
+        (plain, plain_grad), (ours, our_grad) = found
+        assert torch.equal(ours, plain)
+        truth = outer.double() @ models[0].head.weight.bfloat16().double()
+        errors = [float((grad - truth).detach().norm()) for grad in (our_grad, plain_grad)]
+        assert errors[0] <= 1.5 * errors[1]
 
     def test_gradients_of_gradients_of_logits_are_refused(self, models):
         model = models[1]
