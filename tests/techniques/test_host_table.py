@@ -541,15 +541,11 @@ def test_autograd_grad_beside_tiles(models):
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_later_hook_of_a_head_is_refused(models, name):
     """It would get no gradient, or that of the look-ups alone."""
-    ours, seen = models[1], list[Any]()
+    ours = models[1]
     ours(batch(0)).backward()
-    getattr(ours.head.weight, name)(lambda found: seen.append(getattr(found, "grad", None)))
-    if isinstance(ours, UntiedModel) or name == "register_hook":
-        with pytest.raises(IncompatibleError, match="a hook of the weight of a head"):
-            ours(batch(0)).backward()
-    else:  # after look-ups it has the sum
+    getattr(ours.head.weight, name)(lambda _: None)
+    with pytest.raises(IncompatibleError, match="a hook of the weight of a head"):
         ours(batch(0)).backward()
-        assert_same(seen, [ours.head.weight.grad])
 
 
 def hooked_head() -> UntiedModel:

@@ -39,6 +39,7 @@ class HostTable:
         self._part = part
         self._of_tiles: Tensor | None = None  # used again
         self._has_gradient: Tensor | None = None  # of which rows, since the backward began
+        self._of_look_ups: Tensor | None = None
         self._node: Any = None  # it holds the weight, but the weight does not hold it
 
     def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class HostTable:
 
     def _begin(self) -> None:
         if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:  # otherwise, recomputation
-            self._has_gradient = None  # of a backward pass that has failed
+            self._has_gradient = self._of_look_ups = None  # of a backward pass that has failed
         self._part.stay()
 
     # Of the gradients from before it takes the place: they would be added while tiles come.
@@ -102,7 +103,7 @@ class HostTable:
             self._of_tiles = self.residence.memory.tensors_like([weight.data])[0]
         if self._has_gradient is None:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            queue(self.close)  # at the end of backward, unless look-ups come before
+            queue(self._close)  # at the end of backward
             grad, whole = weight.grad, self._of_tiles
             with torch.no_grad(), host_copies():
                 self._has_gradient = torch.full((len(weight),), grad is not None, device="cpu")
@@ -114,40 +115,43 @@ class HostTable:
     def _is_wanted(self) -> bool:
         if self._node is None:
             self._node = get_gradient_edge(self.weight).node
-            self._node.register_prehook(functools.partial(_close, weakref.ref(self)))
+            self._node.register_prehook(functools.partial(_keep, weakref.ref(self)))
         try:
             return bool(torch._C._will_engine_execute_node(self._node))
         except RuntimeError as error:
             raise IncompatibleError("offloading", [_CAPTURED]) from error
 
-    # By now all heads and look-ups of this backward pass have computed theirs.
+    # Not before: on CUDA autograd has another thread for this weight than for the device, where the
+    # backward of blocks goes on.
     @torch.no_grad()
-    def close(self, of_look_ups: Tensor | None = None) -> tuple[Tensor] | None:
-        """Finish the gradient of tiles, and give it to autograd, or to the weight."""
-        if self._has_gradient is None:
-            return None
-        if self.weight._backward_hooks or (of_look_ups is None and _is_hooked(self.weight)):
+    def _close(self) -> None:
+        if _is_hooked(self.weight):
             raise IncompatibleError("offloading", [_HOOKED])
         whole, has_gradient = self._opened()
         self.residence.copies.finish()
         with host_copies():
             if not is_fake(whole):
                 whole[~has_gradient] = 0.0
-            if of_look_ups is not None:
-                whole.add_(of_look_ups)
-        self._has_gradient = None
-        if of_look_ups is not None:
-            return (whole.detach(),)
+            if self._of_look_ups is not None:
+                whole.add_(self._of_look_ups)
+        self._has_gradient = self._of_look_ups = None
         self.weight.grad = whole.detach()
         self.residence.receive(self.weight)
-        return None
+
+    def keep(self, of_look_ups: Tensor) -> bool:
+        """Keep a gradient that is to be added to that of tiles; say whether there is one."""
+        if self._has_gradient is None:
+            return False
+        before = self._of_look_ups
+        self._of_look_ups = of_look_ups if before is None else before + of_look_ups
+        return True
 
 
-# Torch does not find cycles through such hooks. Without look-ups nothing is to be done yet: on CUDA
-# this is another thread than that of the device, where the backward of blocks goes on.
-def _close(table: "weakref.ref[HostTable]", gradients: tuple[Tensor | None]) -> Any:
-    own = table()
-    return None if own is None or gradients[0] is None else own.close(gradients[0])
+# Torch does not find cycles through such hooks.
+def _keep(table: "weakref.ref[HostTable]", gradients: tuple[Tensor | None]) -> Any:
+    own, (gradient,) = table(), gradients
+    is_kept = own is not None and gradient is not None and own.keep(gradient)
+    return (None,) if is_kept else None
 
 
 class _LookUp(torch.autograd.Function):

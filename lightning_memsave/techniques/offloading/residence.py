@@ -276,7 +276,7 @@ class Residence:
     def receive(self, param: nn.Parameter) -> None:
         part = self._part_of[id(param)]
         if part in self.tables:
-            if param.grad is not None:  # not taken when its tiles had come
+            if param.grad is not None:  # otherwise of a head, whose tiles still come
                 self._note_gradients()
                 any(taker.take(param, part) for taker in self.takers)
             return
