@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.patching import is_patched_with, own, set_own
+from lightning_memsave.errors import IncompatibleError, Problem
 
 HostWeight: TypeAlias = Any
 """A weight (V, D) on the host, which a `HostTable` of `offloading` moves."""
@@ -42,13 +43,15 @@ def host_linear(x: Tensor, host: HostWeight, bias: Tensor | None) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     apply: Any = _HostLinear.apply  # untyped in torch
-    outputs: Tensor = apply(host, x, host.weight)
-    return outputs if bias is None else outputs + bias
+    outputs: Tensor = apply(host, x, host.weight, bias)
+    return outputs
 
 
 class _HostLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, host: HostWeight, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, host: HostWeight, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.host = host
         ctx.save_for_backward(x)
         rows = x.flatten(0, -2)
@@ -56,24 +59,34 @@ class _HostLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             places = _places(host.weight)
             for place, tile in zip(places, host.tiles(places, x.device), strict=True):
-                outputs[:, place] = rows @ tile.to(x.dtype).t()
+                part = None if bias is None else bias[place]
+                outputs[:, place] = nn.functional.linear(rows, tile.to(x.dtype), part)
         return outputs.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise IncompatibleError("offloading", [_TWICE])
         (x,) = ctx.saved_tensors
         host, outer = ctx.host, gradients[0].flatten(0, -2)
-        rows, total = x.flatten(0, -2), torch.zeros_like(x.flatten(0, -2))
+        rows = x.flatten(0, -2)
+        total = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
         places = _places(host.weight)
         for place, tile in zip(places, host.tiles(places, x.device), strict=True):
             part = outer[:, place]
             if ctx.needs_input_grad[1]:
-                total.addmm_(part, tile.to(x.dtype))
+                total += part @ tile.to(x.dtype)
             if ctx.needs_input_grad[2]:
                 host.add_gradient(place, (part.t() @ rows).to(host.weight.dtype))
-        return None, total.view_as(x), None
+        of_bias = outer.sum(0) if ctx.needs_input_grad[3] else None
+        return None, total.to(x.dtype).view_as(x), None, of_bias
 
 
+_TWICE = Problem(
+    "gradients of gradients (`create_graph=True`) of a head on the host",
+    "its logits are computed tile by tile, and only have a first derivative",
+    'Leave out `"embeddings"`, as in `offload="parameters"`.',
+)
 _TILE_BYTES = 2**23
 
 

@@ -18,7 +18,8 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.host_weight import host_weight_of
+from lightning_memsave.techniques import host_weight
+from lightning_memsave.techniques.host_weight import host_weight_of, set_host_weight
 from tests.helpers import assert_same, clones, seed_torch
 from tests.techniques.offloaded_loops import HostOperators
 from tests.techniques.races import Races
@@ -60,6 +61,29 @@ class TiedModel(nn.Module):
             target = ids.flatten() % chosen.shape[1]
             loss = loss + nn.functional.cross_entropy(chosen, target)
         return loss
+
+
+class UntiedModel(TiedModel):
+    """Its head has a weight of its own."""
+
+    def __init__(self, ranges: Sequence[slice] = (slice(None),)) -> None:
+        super().__init__(ranges)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+class OnDevice:
+    """A head's weight on the device, which is used in the tiles of one on the host."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+    def tiles(self, places: Sequence[slice], _: torch.device) -> Iterator[Tensor]:
+        return (self.weight.detach()[place] for place in places)
+
+    def add_gradient(self, place: slice, gradient: Tensor) -> None:
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        self.weight.grad[place] += gradient
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -258,10 +282,10 @@ def test_copies_have_tables_of_their_own():
         assert torch.equal(made.table.weight, plain.table.weight)
 
 
-@pytest.mark.parametrize("kind", ["rows", "tied"])
-def test_the_device_computes_with_no_host_memory(kind):
-    model: Any = TiedModel() if kind == "tied" else Model()
-    with chunked_if(model, kind == "tied"):
+@pytest.mark.parametrize("make", [Model, TiedModel, UntiedModel])
+def test_the_device_computes_with_no_host_memory(make):
+    model: Any = make()
+    with chunked_if(model, make is not Model):
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         take_back = on_host(model, optimizer)
         with HostOperators() as operators:
@@ -274,9 +298,9 @@ def test_the_device_computes_with_no_host_memory(kind):
 
 
 @contextmanager
-def chunked_if(model: nn.Module, is_tied: bool) -> Iterator[None]:
-    """Chunked cross-entropy on a tied head."""
-    if not is_tied:
+def chunked_if(model: nn.Module, has_head: bool) -> Iterator[None]:
+    """Chunked cross-entropy on a head."""
+    if not has_head:
         yield
         return
     with ChunkedCrossEntropy(heads="head").apply(model):
@@ -308,40 +332,61 @@ def test_device_bytes_are_those_of_the_rows():
         assert live.peak.host_bytes >= 3 * table_bytes
 
 
-def assert_same_gradients(plain: TiedModel, ours: TiedModel) -> None:
-    torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
-    torch.testing.assert_close(plain.body.weight.grad, ours.body.weight.grad)
+def assert_same_gradients(plain: nn.Module, ours: nn.Module) -> None:
+    grads = [[param.grad for param in model.parameters()] for model in (plain, ours)]
+    torch.testing.assert_close(*grads)
 
 
-@pytest.fixture
-def tied() -> Iterator[tuple[TiedModel, TiedModel]]:
-    """A model, and the same again without logits and with its table on the host."""
+@pytest.fixture(params=[TiedModel, UntiedModel])
+def models(request: pytest.FixtureRequest) -> Iterator[tuple[TiedModel, TiedModel]]:
+    """A model, and the same again without logits and with what has rows of words on the host."""
     seed_torch(0)
-    plain = TiedModel()
+    plain = request.param()
     ours = copy.deepcopy(plain)
     with ChunkedCrossEntropy(heads="head").apply(ours):
         on_host(ours)
+        assert host_weight_of(ours.head.weight) is not None
         yield plain, ours
 
 
-class TestTiedHead:
-    """The head's loss runs over tiles of the table."""
+def trained_in(places: tuple[bool, bool], make: Make) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with many tiles on the host or on the device, and go on in the other place."""
+    seed_torch(0)
+    losses, state = list[float](), list[Any]()
+    for number, is_on_host in enumerate(places):
+        model = UntiedModel()
+        optimizer = make(model.parameters())
+        if state:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        ChunkedCrossEntropy(heads="head", chunk_size=1).apply(model)
+        if is_on_host:
+            on_host(model, optimizer)
+        else:
+            set_host_weight(OnDevice(model.get_parameter("head.weight")))
+        losses += train(model, optimizer, range(4 * number, 4 * number + 4))
+        state = pickle.loads(pickle.dumps([model.state_dict(), optimizer.state_dict()]))
+    return losses, everything(model, optimizer)
+
+
+class TestHead:
+    """The head's loss runs over tiles of its weight, which may be the table."""
 
     @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}])
-    def test_is_the_usual_loss(self, settings, tied):
+    def test_is_the_usual_loss(self, settings, models):
         target = torch.arange(24) % 7
         target[:5] = -100
         weights, hidden, losses = torch.rand(WORDS), torch.randn(24, WIDTH), []
-        for model in tied:
+        for model in models:
             logits = model.head(model.body(hidden))
             loss = nn.functional.cross_entropy(logits, target, weights, **settings)
             loss.sum().backward()
             losses.append(loss)
         torch.testing.assert_close(*losses)
-        assert_same_gradients(*tied)
+        assert_same_gradients(*models)
 
-    def test_a_target_that_is_no_class_gives_nan(self, tied):
-        logits = tied[1].head(torch.ones(2, WIDTH))
+    def test_a_target_that_is_no_class_gives_nan(self, models):
+        logits = models[1].head(torch.ones(2, WIDTH))
         assert nn.functional.cross_entropy(logits, torch.tensor([0, WORDS])).isnan()
 
     def test_rows_only_after_whole_gradients(self):
@@ -362,8 +407,8 @@ class TestTiedHead:
                     each.zero_grad()
             torch.testing.assert_close(plain.state_dict(), ours.state_dict(), atol=2e-6, rtol=1e-4)
 
-    def test_argmax_and_other_uses_of_the_logits(self, tied):
-        logits = [model.head(model.body(model.table(batch(0)))) for model in tied]
+    def test_argmax_and_other_uses_of_the_logits(self, models):
+        logits = [model.head(model.body(model.table(batch(0)))) for model in models]
         assert torch.equal(logits[0].argmax(-1), logits[1].argmax(-1))
         assert torch.equal(logits[0][..., 7:20].argmax(-1), logits[1][..., 7:20].argmax(-1))
         with pytest.warns(match="needs its full logits"):
@@ -371,7 +416,43 @@ class TestTiedHead:
         torch.testing.assert_close(*sums)
         for each in sums:
             each.backward()
-        assert_same_gradients(*tied)
+        assert_same_gradients(*models)
+
+    @pytest.mark.filterwarnings("ignore:.*needs its full logits")
+    def test_logits_of_many_tiles_in_bfloat16(self, models, monkeypatch):
+        """The same bits; gradients are rounded twice, as products of tiles and as their sum."""
+        monkeypatch.setattr(host_weight, "_TILE_BYTES", 4 * WIDTH)
+        hidden, outer = torch.randn(64, WIDTH), torch.randn(64, WORDS).bfloat16()
+        found = list[Any]()
+        for model in models:
+            own = hidden.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model.head(own).clone()
+            torch.autograd.backward(logits, outer, inputs=[own])
+            found.append((logits, own.grad))
+        (plain, plain_grad), (ours, our_grad) = found
+        assert torch.equal(ours, plain)
+        truth = outer.double() @ models[0].head.weight.bfloat16().double()
+        errors = [float((grad - truth).detach().norm()) for grad in (our_grad, plain_grad)]
+        assert errors[0] <= 1.5 * errors[1]
+
+    def test_gradients_of_gradients_of_logits_are_refused(self, models):
+        model = models[1]
+        hidden = torch.randn(2, WIDTH, requires_grad=True)
+        with pytest.warns(match="needs its full logits"):
+            loss = model.head(hidden).square().sum()
+        with pytest.raises(IncompatibleError, match="only have a first derivative"):
+            torch.autograd.grad(loss, [hidden], create_graph=True)
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.turns(3)
+    def test_has_the_bits_of_the_same_tiles_on_the_device(self, name):
+        """Also if training begins in one place and is resumed in the other."""
+        losses, state = trained_in((False, False), OPTIMIZERS[name])
+        for places in ((True, True), (True, False), (False, True)):
+            own_losses, own_state = trained_in(places, OPTIMIZERS[name])
+            assert own_losses == losses
+            assert_same(own_state, state)
 
     def test_device_bytes(self):
         """Two tiles of the table and one of its gradient, for any number of words."""
@@ -390,20 +471,21 @@ class TestTiedHead:
         assert peaks[1] - peaks[0] < 4 * WIDTH * 6000 / 8
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_prediction_of_a_step_counts_the_same_bytes(is_tied):
+@pytest.mark.parametrize("make", [Model, TiedModel, UntiedModel])
+def test_prediction_of_a_step_counts_the_same_bytes(make):
     """Ids of a batch are known, and rows that come twice count once."""
-    model: Any = TiedModel() if is_tied else Model()
+    model: Any = make()
+    has_head = make is not Model
     ids = torch.arange(24).view(2, 12) % 7
 
     def peak(model: nn.Module, ids: Tensor) -> tuple[int, int]:
-        with chunked_if(model, is_tied):
+        with chunked_if(model, has_head):
             take_back = on_host(model)
             with LiveTensors(model) as live:
                 live.track_input(ids)
                 model.zero_grad()
                 loss = model.body(model.table(ids)).sum()
-                loss = loss + model(ids) if is_tied else loss
+                loss = loss + model(ids) if has_head else loss
                 loss.backward()
             take_back()
         return live.peak.total_bytes, live.breakdown.total_bytes
@@ -434,7 +516,7 @@ def hooked() -> nn.Module:
     ("make", "is_chunked", "remedy"),
     [
         (of_another_class, False, "a `Renamed` with the table is not supported"),
-        (hooked, True, "Remove them from the weight"),
+        (hooked, True, "Remove it from the weight"),
         (TiedModel, False, "Set `chunked_cross_entropy=True`; in a plain loop apply"),
     ],
 )
@@ -445,15 +527,71 @@ def test_refuses(make, is_chunked, remedy):
     assert not any(is_host(param.untyped_storage()) for param in model.parameters())
 
 
-def test_autograd_grad_beside_tiles(tied):
-    """Of other weights it is as usual, that of the table is refused."""
-    grads = [torch.autograd.grad(m(batch(0)), [m.body.weight]) for m in tied]
+def test_autograd_grad_beside_tiles(models):
+    """Of other weights it is as usual, that of the head is refused."""
+    grads = [torch.autograd.grad(m(batch(0)), [m.body.weight]) for m in models]
     torch.testing.assert_close(*grads)
-    ours = tied[1]
+    ours = models[1]
     ours(batch(0)).backward(inputs=[ours.body.weight])
-    assert ours.table.weight.grad is None
+    assert ours.head.weight.grad is None
     with pytest.raises(IncompatibleError, match="Use `backward`"):
-        torch.autograd.grad(ours(batch(0)), [ours.table.weight])
+        torch.autograd.grad(ours(batch(0)), [ours.head.weight])
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_later_hook_of_a_head_is_refused(models, name):
+    """It would get no gradient, or that of the look-ups alone."""
+    ours = models[1]
+    ours(batch(0)).backward()
+    getattr(ours.head.weight, name)(lambda _: None)
+    with pytest.raises(IncompatibleError, match="a hook of the weight of a head"):
+        ours(batch(0)).backward()
+
+
+def hooked_head() -> UntiedModel:
+    model = UntiedModel()
+    model.head.weight.register_hook(lambda grad: 2 * grad)
+    return model
+
+
+def frozen_head() -> UntiedModel:
+    model = UntiedModel()
+    model.head.weight.requires_grad_(False)
+    return model
+
+
+def twice() -> UntiedModel:
+    """Another layer computes with the head's weight."""
+    model = UntiedModel()
+    model.other = nn.Linear(WIDTH, WORDS)
+    model.other.weight = model.head.weight
+    return model
+
+
+def shared() -> UntiedModel:
+    """Two parameters have the same memory."""
+    model = UntiedModel()
+    model.head.weight.data = model.table.weight.data
+    return model
+
+
+@pytest.mark.parametrize("make", [hooked_head, frozen_head, twice, shared, UntiedModel])
+def test_heads_that_cannot_wait_on_the_host_are_weights_as_all_others(make):
+    """Without chunked cross-entropy, too."""
+    results = []
+    for what in (None, "optimizer+embeddings"):
+        seed_torch(0)
+        model = make()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        with chunked_if(model, make is not UntiedModel):
+            if what is not None:
+                technique = Offloading(what, min_table_bytes=1)
+                technique.apply(model)
+                technique.update_in_background(optimizer)
+                assert host_weight_of(model.head.weight) is None
+            losses = train(model, optimizer, range(4))
+            results.append([losses, everything(model, optimizer)])
+    assert_same(*results)
 
 
 def test_stays_on_the_host_when_the_model_moves():
@@ -476,8 +614,14 @@ def test_unknown_words_are_an_error():
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_recomputed_look_ups_have_the_same_gradient(is_reentrant):
-    (plain, _), (ours, _) = pair(OPTIMIZERS["adamw"])
+@pytest.mark.parametrize("make", [Model, TiedModel, UntiedModel])
+def test_recomputed_look_ups_and_losses_have_the_same_gradients(make, is_reentrant):
+    seed_torch(0)
+    plain: Any = make()
+    ours = copy.deepcopy(plain)
+    if make is not Model:
+        ChunkedCrossEntropy(heads="head").apply(ours)
+    on_host(ours)
     for model in (plain, ours):
         for part in range(2):
             start = torch.ones((), requires_grad=True)
@@ -490,7 +634,7 @@ def test_recomputed_look_ups_have_the_same_gradient(is_reentrant):
                 use_reentrant=is_reentrant,
             )
             (loss + model(batch(5))).backward()
-    torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
+    assert_same_gradients(plain, ours)
 
 
 def test_state_that_lightning_moves_is_on_the_host_again():

@@ -7,6 +7,7 @@ import bitsandbytes
 import lightning.pytorch as pl
 import pytest
 import torch
+from bitsandbytes.nn.modules import Params4bit
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback, predict_memory
@@ -29,7 +30,7 @@ def quantize(model: nn.Module) -> nn.Module:
         new = bitsandbytes.nn.Linear4bit(
             layer.in_features, layer.out_features, bias=False, quant_type="nf4"
         )
-        weight = bitsandbytes.nn.Params4bit(layer.weight.data, quant_type="nf4")
+        weight = Params4bit(layer.weight.data, quant_type="nf4")
         new.weight = weight
         model.set_submodule(name, new.to("cpu"))
     return model
@@ -63,7 +64,7 @@ class Lit(pl.LightningModule):
 
     @property
     def quantized(self) -> list[Any]:
-        return [p for p in self.parameters() if isinstance(p, bitsandbytes.nn.Params4bit)]
+        return [p for p in self.parameters() if isinstance(p, Params4bit)]
 
 
 def batches() -> list[Tensor]:

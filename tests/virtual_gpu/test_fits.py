@@ -83,6 +83,10 @@ def offloaded(what: str, trainer: dict[str, Any] | None = None, **more: Any) -> 
 
 
 ALL = "optimizer+parameters+activations"
+HEAD: dict[str, Any] = {
+    "offload": Offloading("parameters+embeddings", min_table_bytes=2**12),
+    "chunked_cross_entropy": ChunkedCrossEntropy(heads="model.head"),
+}
 CASES = {
     "checkpointing": Case({"activation_checkpointing": "all"}),
     "nested": Case({"activation_checkpointing": "nested"}),
@@ -126,6 +130,17 @@ CASES = {
     "offloaded tables": Case(
         {"offload": Offloading("parameters+embeddings", min_table_bytes=2**12)},
         model="classifier",
+        is_fused=True,
+    ),
+    "offloaded head": Case(HEAD, model="classifier", tolerance=1e-5, is_fused=True),
+    "offloaded head in 16 bits": Case(
+        HEAD, {"precision": "16-mixed"}, model="classifier", tolerance=1e-3, is_fused=True
+    ),
+    "offloaded head, in backward": Case(
+        HEAD | {"optimizer_in_backward": True},
+        {"accumulate_grad_batches": 2},
+        model="classifier",
+        tolerance=1e-5,
         is_fused=True,
     ),
 }

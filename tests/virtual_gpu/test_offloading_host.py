@@ -1,5 +1,7 @@
 """The host's side of offloading on CUDA: scales of losses, devices, worker processes, waits."""
 
+from typing import Any
+
 import pytest
 
 from tests.virtual_gpu.processes import run_python
@@ -298,3 +300,61 @@ def test_a_step_with_tables_copies_through_page_locked_memory_only():
     waits, copies = run_python(code, VGPU_COMPUTE="1")
     assert waits == {"wait: cudaEventSynchronize": 2}  # for the ids, and for all gradients
     assert set(copies) <= {"d2d async", "d2h pinned async", "h2d pinned async"}
+
+
+HEAD = """
+    import json, torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from lightning_memsave import MemSaveCallback, Offloading, predict_memory
+    from lightning_memsave.prediction.cuda.gpus import local_gpu
+    from tests.callbacks.lit import fit, loader_of, make_lit, rows_of
+
+    config = LlamaConfig(vocab_size=20000, hidden_size=128, intermediate_size=128,
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+    batches = [(torch.arange(256).view(4, 64) * (i + 1)) % 20000 for i in range(5)]
+
+    def settings(what):
+        offload = Offloading("parameters" + what, min_table_bytes=2**20)
+        return {"preset": "offload", "offload": offload, "micro_batch_size": None}
+
+    def losses_of(what):
+        torch.manual_seed(0)
+        lit = make_lit(
+            model=LlamaForCausalLM(config),
+            training_step=lambda self, ids, _: self.model(input_ids=ids, labels=ids).loss,
+            train_dataloader=lambda self: loader_of(batches),
+        )
+        callback = MemSaveCallback(**settings(what), predict=False, report=False)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        found = fit(lit, callback, accelerator="gpu", limit_val_batches=0, gradient_clip_val=1.0)
+        is_on_host = "embeddings on the host" in str(rows_of(callback)["offload"].details)
+        return found[0], torch.cuda.max_memory_allocated(), is_on_host
+
+    found = [losses_of(what) for what in ("", "+embeddings")]
+    inputs = {"input_ids": batches[0], "labels": batches[0]}
+    predicted = predict_memory(LlamaForCausalLM(config), inputs, settings=settings("+embeddings"),
+        gpu=local_gpu(torch.device("cuda", 0)))
+    print(json.dumps([*found, predicted.allocated_bytes]))
+"""
+
+
+@pytest.fixture(scope="module")
+def head() -> list[Any]:
+    found: list[Any] = run_python(HEAD, card="a100", VGPU_COMPUTE="1", VGPU_STRICT="1")
+    return found
+
+
+def test_a_head_on_the_host_trains_as_one_on_the_device(head):
+    (plain, num_bytes, _), (ours, fewer_bytes, is_on_host), predicted = head
+    assert is_on_host
+    assert ours == pytest.approx(plain, rel=2e-3)  # sums of other tiles
+    assert fewer_bytes < num_bytes - 20000 * 128 * 2
+    assert fewer_bytes == predicted
+
+
+@pytest.mark.parametrize("how", ["VGPU_LATE", "TORCH_CUDA_SANITIZER"])
+def test_a_head_on_the_host_waits_for_its_tiles(head, how):
+    """Late copies give the same bits, and torch's check for races finds nothing."""
+    variables: Any = {how: "1", "VGPU_COMPUTE": "1", "VGPU_STRICT": "1"}
+    assert run_python(HEAD, card="a100", **variables)[1][0] == head[1][0]

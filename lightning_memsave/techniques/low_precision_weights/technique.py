@@ -54,7 +54,7 @@ def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Pa
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     owned = _owned_by_special_modules(module)
-    owned |= {p: "looked up on the host" for p in names if host_weight_of(p) is not None}
+    owned |= {p: "embeddings on the host" for p in names if host_weight_of(p) is not None}
     sharing = Counter(p.untyped_storage()._cdata for p in names if not is_lazy(p))
 
     def reason(param: nn.Parameter, own: list[str]) -> str:

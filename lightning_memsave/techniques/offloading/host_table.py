@@ -1,4 +1,4 @@
-"""Look up rows of embedding tables on the host, so that the device gets these rows only."""
+"""Keep embeddings and heads on the host: the device gets rows of a batch, and tiles."""
 
 import functools
 import weakref
@@ -27,10 +27,10 @@ _NOT_IN_BACKWARD = -1
 
 
 class HostTable:
-    """An embedding's weight on the host, of which the device gets rows or tiles.
+    """The weight of an embedding, of a head, or of both, of which the device gets rows or tiles.
 
-    Autograd makes the gradient of look-ups on the host, as it does without. That of a tied head
-    comes tile by tile, and is added before the weight gets it.
+    Autograd makes the gradient of look-ups on the host, as it does without. That of a head comes
+    tile by tile, and is added before the weight gets it.
     """
 
     def __init__(self, residence: Residence, part: Part) -> None:
@@ -39,6 +39,7 @@ class HostTable:
         self._part = part
         self._of_tiles: Tensor | None = None  # used again
         self._has_gradient: Tensor | None = None  # of which rows, since the backward began
+        self._of_look_ups: Tensor | None = None
         self._node: Any = None  # it holds the weight, but the weight does not hold it
 
     def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class HostTable:
 
     def _begin(self) -> None:
         if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:  # otherwise, recomputation
-            self._has_gradient = None  # of a backward pass that has failed
+            self._has_gradient = self._of_look_ups = None  # of a backward pass that has failed
         self._part.stay()
 
     # Of the gradients from before it takes the place: they would be added while tiles come.
@@ -101,6 +102,8 @@ class HostTable:
         if self._of_tiles is None:
             self._of_tiles = self.residence.memory.tensors_like([weight.data])[0]
         if self._has_gradient is None:
+            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+            queue(self._close)  # at the end of backward
             grad, whole = weight.grad, self._of_tiles
             with torch.no_grad(), host_copies():
                 self._has_gradient = torch.full((len(weight),), grad is not None, device="cpu")
@@ -112,37 +115,43 @@ class HostTable:
     def _is_wanted(self) -> bool:
         if self._node is None:
             self._node = get_gradient_edge(self.weight).node
-            self._node.register_prehook(functools.partial(_close, weakref.ref(self)))
+            self._node.register_prehook(functools.partial(_keep, weakref.ref(self)))
         try:
             return bool(torch._C._will_engine_execute_node(self._node))
         except RuntimeError as error:
             raise IncompatibleError("offloading", [_CAPTURED]) from error
 
-    # By now all heads and look-ups of this backward pass have computed theirs.
+    # Not before: on CUDA autograd has another thread for this weight than for the device, where the
+    # backward of blocks goes on.
     @torch.no_grad()
-    def close(self, of_look_ups: Tensor | None) -> tuple[Tensor] | None:
-        """Finish the gradient of tiles, and give it to autograd, or to the weight."""
-        if self._has_gradient is None:
-            return None
+    def _close(self) -> None:
+        if _is_hooked(self.weight):
+            raise IncompatibleError("offloading", [_HOOKED])
         whole, has_gradient = self._opened()
         self.residence.copies.finish()
         with host_copies():
             if not is_fake(whole):
                 whole[~has_gradient] = 0.0
-            if of_look_ups is not None:
-                whole.add_(of_look_ups)
-        self._has_gradient = None
-        if of_look_ups is not None:
-            return (whole.detach(),)
+            if self._of_look_ups is not None:
+                whole.add_(self._of_look_ups)
+        self._has_gradient = self._of_look_ups = None
         self.weight.grad = whole.detach()
         self.residence.receive(self.weight)
-        return None
+
+    def keep(self, of_look_ups: Tensor) -> bool:
+        """Keep a gradient that is to be added to that of tiles; say whether there is one."""
+        if self._has_gradient is None:
+            return False
+        before = self._of_look_ups
+        self._of_look_ups = of_look_ups if before is None else before + of_look_ups
+        return True
 
 
 # Torch does not find cycles through such hooks.
-def _close(table: "weakref.ref[HostTable]", gradients: tuple[Tensor | None]) -> Any:
-    own = table()
-    return None if own is None else own.close(gradients[0])
+def _keep(table: "weakref.ref[HostTable]", gradients: tuple[Tensor | None]) -> Any:
+    own, (gradient,) = table(), gradients
+    is_kept = own is not None and gradient is not None and own.keep(gradient)
+    return (None,) if is_kept else None
 
 
 class _LookUp(torch.autograd.Function):
@@ -244,12 +253,18 @@ def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:
         why, fix = _why_not(module)
         if why:
             problems.append(Problem(f"`{name}`", why, fix))
-    is_tied = any(isinstance(module, nn.Linear) for module in modules.values())
-    if is_tied and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
-        why = "hooks get no gradient of its head, which is made tile by tile on the host"
-        fix = f'Remove them from the weight, or {_LEFT_OUT}, as in `offload="parameters"`.'
-        problems.append(Problem("a hook of a tied table", why, fix))
+    has_head = any(isinstance(module, nn.Linear) for module in modules.values())
+    if has_head and _is_hooked(weight):
+        problems.append(_HOOKED)
     return problems
+
+
+# Hooks of this package see to it themselves that there is a gradient.
+def _is_hooked(weight: nn.Parameter) -> bool:
+    later = (weight._post_accumulate_grad_hooks or {}).values()
+    own = __name__.partition(".")[0]
+    are_own = all(getattr(hook, "__module__", "").startswith(own) for hook in later)
+    return bool(weight._backward_hooks) or not are_own
 
 
 def _why_not(module: nn.Module) -> tuple[str, str]:
@@ -280,8 +295,13 @@ def _why_not_embedding(embedding: nn.Embedding) -> tuple[str, str]:
     return "", ""
 
 
+_HOOKED = Problem(
+    "a hook of the weight of a head",
+    "it gets no gradient of the head, which is made tile by tile on the host",
+    f'Remove it from the weight, or {_LEFT_OUT}, as in `offload="parameters"`.',
+)
 _CAPTURED = Problem(
-    "`torch.autograd.grad` for a table that is tied to a head",
+    "`torch.autograd.grad` for the weight of a head",
     "the gradient of the head is made tile by tile, and goes into that of the weight",
     f"Use `backward` and the weight's `grad`, or {_LEFT_OUT}.",
 )

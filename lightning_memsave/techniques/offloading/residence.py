@@ -277,8 +277,9 @@ class Residence:
     def receive(self, param: nn.Parameter) -> None:
         part = self._part_of[id(param)]
         if part in self.tables:
-            self._note_gradients()
-            any(taker.take(param, part) for taker in self.takers)
+            if param.grad is not None:  # otherwise of a head, whose tiles still come
+                self._note_gradients()
+                any(taker.take(param, part) for taker in self.takers)
             return
         if self.device.type == "cuda" and (param.grad is None or not param.grad.is_cuda):
             raise IncompatibleError("offloading", [self._used_on_host(param)])

@@ -23,6 +23,7 @@ from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.host_weight import is_asking
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
@@ -43,6 +44,7 @@ from lightning_memsave.techniques.offloading.weights import (
     is_plain,
     problems_of_number,
     problems_of_trained,
+    shared_parameters,
 )
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import allocates_all_state, in_backward_of
@@ -83,8 +85,8 @@ class Offloading(Technique[nn.Module]):
     tensors on the host, so that clipping, checkpoints, averages of weights and any optimizer work
     as usual. With ``"activations"`` what blocks save for backward is on the host until backward
     comes near: of checkpointed blocks their inputs. With ``"embeddings"`` large tables stay on the
-    host, which updates them as other weights: a step gets the rows of its batch, and an output
-    layer that is tied to the table works tile by tile.
+    host, which updates them as other weights: a step gets the rows of its batch. So do the weights
+    of heads with `ChunkedCrossEntropy`, tied to a table or not, which work tile by tile.
 
     Args:
         what: ``"optimizer"``; ``"parameters"``, which includes it; ``"activations"``;
@@ -94,7 +96,7 @@ class Offloading(Technique[nn.Module]):
         host_budget: Bytes of host memory that may be used, or a text such as ``"16GiB"``; ``None``
             for half of what is free; no limit on fake tensors, which may be of another machine.
         min_bytes: Smaller activations stay on the device.
-        min_table_bytes: Smaller embeddings are weights as all others.
+        min_table_bytes: Smaller embeddings and heads are weights as all others.
         num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
             that of the block that computes, and those that it needs next. 1 lets each block wait
             for its weights.
@@ -374,13 +376,18 @@ class Offloading(Technique[nn.Module]):
         if "embeddings" not in self._kinds:
             return []
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        heads = {id(m.weight) for m in model.modules() if is_asking(m)} - looked_up
+        sharing = shared_parameters(model)
         return [
             param
             for param in model.parameters()
-            if id(param) in looked_up
+            if id(param) in looked_up | heads
             and param.requires_grad
             and is_plain(param)
+            and param not in sharing
             and param.nbytes >= self.min_table_bytes
+            # A head is a weight as all others where it cannot stay there.
+            and not (id(param) in heads and table_problems(model, param))
         ]
 
     @property

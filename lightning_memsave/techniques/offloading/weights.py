@@ -72,9 +72,7 @@ def choose_weights(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         for param in module.parameters(recurse=False)
     }
-    looked_up = {id(param) for param in tables}
-    plain = [p for p in model.parameters() if is_plain(p)]
-    sharing = Counter(param.untyped_storage()._cdata for param in plain)
+    sharing, done = shared_parameters(model), {id(param) for param in tables}
 
     def reason(param: nn.Parameter) -> str:
         block = owners[param]
@@ -82,18 +80,23 @@ def choose_weights(
             return "of resident blocks"
         if not param.requires_grad and param not in in_blocks:
             return "frozen"
-        if id(param) in looked_up:
-            return "looked up on the host"
         if not is_plain(param):
             return "of a special class"
         if param in sparse:
             return "with sparse gradients"
-        return "with shared memory" if sharing[param.untyped_storage()._cdata] > 1 else ""
+        return "with shared memory" if param in sharing else ""
 
-    reasons = {param: reason(param) for param in model.parameters()}
+    reasons = {param: reason(param) for param in model.parameters() if id(param) not in done}
     counts = sorted(Counter(why for why in reasons.values() if why).items())
     left = ", ".join(f"{number} {why}" for why, number in counts)
     return [param for param, why in reasons.items() if not why], left
+
+
+def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters whose memory is that of other ones, too."""
+    plain = [param for param in model.parameters() if is_plain(param)]
+    number = Counter(param.untyped_storage()._cdata for param in plain)
+    return {param for param in plain if number[param.untyped_storage()._cdata] > 1}
 
 
 # Not a lazy one, a DTensor, or a quantized one of another kind.
