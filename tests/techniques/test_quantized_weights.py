@@ -3,11 +3,10 @@
 import gc
 from typing import Any
 
-import bitsandbytes
 import lightning.pytorch as pl
 import pytest
 import torch
-from bitsandbytes.nn.modules import Params4bit
+from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback, predict_memory
@@ -27,7 +26,7 @@ def quantize(model: nn.Module) -> nn.Module:
     for name, layer in [*model.named_modules()]:
         if not isinstance(layer, nn.Linear) or name == "lm_head":
             continue
-        new = bitsandbytes.nn.Linear4bit(
+        new = Linear4bit(
             layer.in_features, layer.out_features, bias=False, quant_type="nf4"
         )
         weight = Params4bit(layer.weight.data, quant_type="nf4")
