@@ -18,7 +18,12 @@ from typing import Any
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks.faults import _modules, _plans, _ranks
-from benchmarks.faults._attack import Injections, kill_and_resume
+from benchmarks.faults._attack import (
+    AT_OPERATOR,
+    IN_CHECKPOINT,
+    Injections,
+    kill_and_resume,
+)
 from benchmarks.faults._environment import FAULTS, disturb
 from benchmarks.faults._fits import all_cases
 from tests.awkward_projects import all_projects
@@ -37,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plans", action="store_true", help="attack fits with a budget instead")
     parser.add_argument("--modules", action="store_true", help="train awkward modules instead")
     parser.add_argument("--ranks", action="store_true", help="kill one of two processes instead")
-    parser.add_argument("--injections", type=int, help="over all cases; 360, of plans 300")
+    parser.add_argument("--injections", type=int, help="over all cases; 1,000, of plans 300")
     parser.add_argument("--kills", type=int, help="over all cases; 100, of plans and ranks 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
-    injections, kills = (300, 20) if arguments.plans or arguments.ranks else (360, 100)
+    injections, kills = (300, 20) if arguments.plans or arguments.ranks else (1000, 100)
     injections = injections if arguments.injections is None else arguments.injections
     kills = kills if arguments.kills is None else arguments.kills
     if arguments.plans:
@@ -60,29 +65,44 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         print(f"{table}\n\nWritten to {path}")
         return
+    _attack_cases(injections, kills, arguments)
+
+
+# Written after each case: what has been found so far outlives the one that ends the benchmark.
+def _attack_cases(num_injections: int, num_kills: int, arguments: argparse.Namespace) -> None:
     cases = all_cases()
     attacks: list[dict[str, Any]] = []
     disturbed: list[dict[str, Any]] = []
     faults = itertools.cycle(FAULTS)
+    moments = itertools.cycle((AT_OPERATOR, AT_OPERATOR, IN_CHECKPOINT))
     for index, case in enumerate(cases):
-        share = _share(injections, len(cases), index)
+        share = _share(num_injections, len(cases), index)
         if share:
             places = Injections(case, arguments.seed)
             attacks += [{"kind": "injection", **places.attack()} for _ in range(share)]
-        for number in range(_share(kills, len(cases), index)):
-            found = kill_and_resume(case, arguments.seed + number)
+        for number in range(_share(num_kills, len(cases), index)):
+            found = kill_and_resume(case, arguments.seed + number, next(moments))
             attacks.append({"kind": "kill", **found})
         numbers = range(_share(arguments.environment, len(cases), index))
         disturbed += [disturb(case, next(faults), arguments.seed + number) for number in numbers]
         print(f"{case}: {_counts(attacks + disturbed, str(case))}", flush=True)
-    # Each file has the figures of one run, so that the one may be repeated without the other.
-    for name, results, table in (
-        ("faults_cpu", attacks, _table(attacks)),
-        ("faults_environment_cpu", disturbed, _table_of_faults(disturbed)),
-    ):
-        if results:
-            path = write_results(name, {"attacks": results}, table, folder=arguments.results)
-            print(f"{table}\n\nWritten to {path}\n")
+        _write(attacks, disturbed, arguments.results)
+    bad = [
+        one["case"]
+        for one in attacks + disturbed
+        if one["outcome"] not in ("right", "lost with advice", "went on", "clear error")
+    ]
+    if bad:
+        sys.exit("\n".join(["Not as it must be:", *bad]))
+
+
+# Each file has the figures of one run, so that the one may be repeated without the other.
+def _write(attacks: list[dict[str, Any]], disturbed: list[dict[str, Any]], folder: Path) -> None:
+    if attacks:
+        write_results("faults_cpu", {"attacks": attacks}, _table(attacks), folder=folder)
+    if disturbed:
+        table = _table_of_faults(disturbed)
+        write_results("faults_environment_cpu", {"attacks": disturbed}, table, folder=folder)
 
 
 def _attack_plans(num_injections: int, num_kills: int, arguments: argparse.Namespace) -> None:
@@ -133,18 +153,27 @@ def _counts(attacks: list[dict[str, Any]], case: str) -> dict[str, int]:
 
 def _table(attacks: list[dict[str, Any]]) -> str:
     rows = []
-    presets = list(dict.fromkeys(attack["case"].split(", ")[1] for attack in attacks))
-    for kind in ("injection", "kill"):
-        for preset in [*presets, "all"]:
-            chosen = [
-                attack["outcome"]
-                for attack in attacks
-                if attack["kind"] == kind and preset in (attack["case"].split(", ")[1], "all")
-            ]
-            if chosen:
-                counts = [str(chosen.count(outcome)) for outcome in OF_MEMORY_AND_KILLS]
-                rows.append([f"{kind}, {preset}", str(len(chosen)), *counts])
+    for kind, kinds in (
+        ("injection", ("preset", "model", "accumulate", "clip", "phase", "all")),
+        ("kill", ("preset", "model", "accumulate", "clip", "moment", "all")),
+    ):
+        of_kind = [attack for attack in attacks if attack["kind"] == kind]
+        for key in kinds:
+            for value in dict.fromkeys(attack.get(key) for attack in of_kind):
+                outcomes = [one["outcome"] for one in of_kind if one.get(key) == value]
+                counts = [str(outcomes.count(outcome)) for outcome in OF_MEMORY_AND_KILLS]
+                rows.append([_row_name(kind, key, value), str(len(outcomes)), *counts])
     return markdown_table(["attack", "number", *OF_MEMORY_AND_KILLS], rows)
+
+
+def _row_name(kind: str, key: str, value: Any) -> str:
+    names = {
+        "accumulate": f"accumulates {value}",
+        "clip": "clipped" if value else "not clipped",
+        "phase": f"in {value}",
+        "all": "all",
+    }
+    return f"{kind}, {names.get(key, value)}"
 
 
 def _table_of_faults(disturbed: list[dict[str, Any]]) -> str:

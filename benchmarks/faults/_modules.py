@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks._common import markdown_table
 from benchmarks.faults._attack import _REMEDY, in_process
 from benchmarks.faults._fits import digest
-from lightning_memsave import MemSaveCallback, MicroBatching, Offloading
+from lightning_memsave import LowBitOptimizer, MemSaveCallback, MicroBatching, Offloading
 from lightning_memsave.callbacks.settings import setting
 from tests.awkward_projects import BATCH_SIZE, all_projects
 
@@ -64,6 +64,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "block micro-batches": (
         {**OFF, **CHECKPOINTED, "micro_batch_size": MicroBatching(2, of="blocks")},
         1e-4,
+    ),
+    "checkpointed": ({**OFF, **CHECKPOINTED}, 0),
+    "8-bit": (
+        {**OFF, "optimizer": LowBitOptimizer(min_8bit_size=1, min_saved_bytes=0)},
+        APPROXIMATE,
     ),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
