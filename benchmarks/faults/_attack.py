@@ -45,14 +45,17 @@ def _write(job: Callable[[], Any], path: Path) -> None:
 
 def measure(case: Case) -> dict[str, Any]:
     """Run a case unharmed: where its phases begin and end, and what it gives."""
-    fit = Fit(case)
+    phases: list[str] = []
+    fit = Fit(case, phases=phases)
     result = fit.run()
     if fit.error is not None:
         raise fit.error
     ranges: dict[str, list[tuple[int, int]]] = {phase: [] for phase in PHASES}
-    for (begin, phase), (end, _) in itertools.pairwise([*fit.marks, (fit.num_ops, "")]):
-        if begin < end:
-            ranges[phase].append((begin, end))
+    begin = 0
+    for phase, same in itertools.groupby(phases):
+        end = begin + len([*same])
+        ranges[phase].append((begin, end))
+        begin = end
     return {"ranges": ranges, "digest": result}
 
 

@@ -2,12 +2,13 @@
 
 import contextlib
 import hashlib
+import inspect
 import itertools
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -197,8 +198,8 @@ class Fit:
     num_batches: int = 6
     folder: Path | None = None
     """Where checkpoints lie; a fit goes on from the last one."""
-    marks: list[tuple[int, str]] = field(default_factory=lambda: [(0, ELSEWHERE)])
-    """Number of the first operator of each phase."""
+    phases: list[str] | None = None
+    """The phase of each operator, if it is to be noted."""
     error: Exception | None = None
     num_ops: int = 0
     num_bytes: int = 0
@@ -217,7 +218,7 @@ class Fit:
 
     def note_failure(self) -> None:
         """Remember where memory ran out."""
-        self.batch, self.phase = self.num_batches_begun - 1, self.marks[-1][1]
+        self.batch, self.phase = self.num_batches_begun - 1, _phase()
 
     def run(self) -> str:
         """Train; give a digest of all parameters, also where an error ended the fit."""
@@ -246,7 +247,7 @@ class Fit:
         with warnings.catch_warnings(), mock.patch.object(setting, "SMALLEST_SAVING_BYTES", 0):
             warnings.simplefilter("ignore")
             try:
-                with Faults(self), _writing(self):
+                with Faults(self) if self.phases is None else _Phases(self), _writing(self):
                     path = last if last is not None and last.exists() else None
                     trainer.fit(lit, *loaders, ckpt_path=path)
             except Exception as error:
@@ -267,27 +268,11 @@ class _Watch(pl.Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         self.fit.num_batches_begun += 1
-        self._mark(FORWARD)
         if batch_idx == self.fit.smaller_from:
             # There is no public way, since no user wants it: sizes come from what memory allows.
             batches = self.memsave._micro_batches
             assert batches.runner is not None, "it is made at the start of fit"
             batches.size = batches.runner.size = BATCH_SIZE // 2
-
-    def on_before_backward(self, *_: Any) -> None:
-        self._mark(BACKWARD)
-
-    def on_after_backward(self, *_: Any) -> None:
-        self._mark(ELSEWHERE)
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self._mark(OPTIMIZER)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._mark(ELSEWHERE)
-
-    def _mark(self, phase: str) -> None:
-        self.fit.marks.append((self.fit.num_ops, phase))
 
 
 @contextlib.contextmanager
@@ -325,6 +310,34 @@ class Faults(TorchDispatchMode):
             self.fit.note_failure()
             raise torch.OutOfMemoryError(MESSAGE)
         return func(*args, **(kwargs or {}))
+
+
+class _Phases(Faults):
+    """Notes the phase of each operator, too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.fit.phases.append(_phase())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# Functions of torch and Lightning, as hooks of a callback would keep updates out of backward. The
+# innermost counts: Lightning runs forward and backward inside of the optimizer's step.
+_PHASE_OF = {
+    "_engine_run_backward": BACKWARD,
+    "training_step": FORWARD,
+    "_after_closure": OPTIMIZER,
+    "_wrap_closure": FORWARD,
+    "optimizer_step": OPTIMIZER,
+}
+
+
+def _phase() -> str:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name in _PHASE_OF:
+            return _PHASE_OF[frame.f_code.co_name]
+        frame = frame.f_back
+    return ELSEWHERE
 
 
 def digest(module: nn.Module) -> str:
