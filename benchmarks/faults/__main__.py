@@ -10,13 +10,19 @@ one of two processes is killed, and the other must end and name it.
 
 import argparse
 import collections
-import itertools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._common import (
+    RESULTS,
+    markdown_table,
+    provenance,
+    several_runs,
+    write_results,
+)
 from benchmarks.faults import _modules, _plans, _ranks
 from benchmarks.faults._attack import (
     AT_OPERATOR,
@@ -29,6 +35,8 @@ from benchmarks.faults._fits import all_cases
 from tests.awkward_projects import all_projects
 
 OF_MEMORY_AND_KILLS = ("right", "wrong", "hung", "lost with advice", "lost without advice")
+MOMENTS = (AT_OPERATOR, AT_OPERATOR, IN_CHECKPOINT)
+GOOD = ("right", "lost with advice", "went on", "clear error")
 OF_ENVIRONMENT = ("went on", "clear error", "wrong", "hung", "lost")
 
 
@@ -45,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--injections", type=int, help="over all cases; 1,000, of plans 300")
     parser.add_argument("--kills", type=int, help="over all cases; 100, of plans and ranks 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the cases of the result file that are right"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
@@ -65,44 +76,71 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         print(f"{table}\n\nWritten to {path}")
         return
-    _attack_cases(injections, kills, arguments)
-
-
-# Written after each case: what has been found so far outlives the one that ends the benchmark.
-def _attack_cases(num_injections: int, num_kills: int, arguments: argparse.Namespace) -> None:
-    cases = all_cases()
-    attacks: list[dict[str, Any]] = []
-    disturbed: list[dict[str, Any]] = []
-    faults = itertools.cycle(FAULTS)
-    moments = itertools.cycle((AT_OPERATOR, AT_OPERATOR, IN_CHECKPOINT))
-    for index, case in enumerate(cases):
-        share = _share(num_injections, len(cases), index)
-        if share:
-            places = Injections(case, arguments.seed)
-            attacks += [{"kind": "injection", **places.attack()} for _ in range(share)]
-        for number in range(_share(num_kills, len(cases), index)):
-            found = kill_and_resume(case, arguments.seed + number, next(moments))
-            attacks.append({"kind": "kill", **found})
-        numbers = range(_share(arguments.environment, len(cases), index))
-        disturbed += [disturb(case, next(faults), arguments.seed + number) for number in numbers]
-        print(f"{case}: {_counts(attacks + disturbed, str(case))}", flush=True)
-        _write(attacks, disturbed, arguments.results)
-    bad = [
-        one["case"]
-        for one in attacks + disturbed
-        if one["outcome"] not in ("right", "lost with advice", "went on", "clear error")
-    ]
+    # Each file has the figures of one command, so that the one may be repeated without the other.
+    bad = _attack_cases(injections, kills, arguments) + _disturb_cases(arguments)
     if bad:
-        sys.exit("\n".join(["Not as it must be:", *bad]))
+        sys.exit("\n".join(["Not as it must be:", *(one["case"] for one in bad)]))
 
 
-# Each file has the figures of one run, so that the one may be repeated without the other.
-def _write(attacks: list[dict[str, Any]], disturbed: list[dict[str, Any]], folder: Path) -> None:
-    if attacks:
-        write_results("faults_cpu", {"attacks": attacks}, _table(attacks), folder=folder)
-    if disturbed:
-        table = _table_of_faults(disturbed)
-        write_results("faults_environment_cpu", {"attacks": disturbed}, table, folder=folder)
+# Written after each case: what has been found so far outlives what ends the benchmark.
+def _attack_cases(
+    num_injections: int, num_kills: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    path = arguments.results / "faults_cpu.json"
+    attacks = _good_cases(json.loads(path.read_text("utf-8"))) if arguments.resume else []
+    done = {attack["case"] for attack in attacks}
+    cases, commit = all_cases(), provenance()["commit"]
+    names = [str(case) for case in cases]
+    for index, case in enumerate(cases):
+        if str(case) in done:
+            continue
+        found = []
+        injections = _share(num_injections, len(cases), index)
+        if injections:
+            places = Injections(case, arguments.seed)
+            found += [{"kind": "injection", **places.attack()} for _ in injections]
+        kills = _share(num_kills, len(cases), index)
+        for number in kills:
+            seed = arguments.seed + number - kills.start
+            killed = kill_and_resume(case, seed, MOMENTS[number % len(MOMENTS)])
+            found.append({"kind": "kill", **killed})
+        if found:
+            attacks += [attack | {"commit": commit} for attack in found]
+            attacks.sort(key=lambda attack: names.index(attack["case"]))
+            print(f"{case}: {_counts(found)}", flush=True)
+            _write_attacks(attacks, arguments.results)
+    return [one for one in attacks if one["outcome"] not in GOOD]
+
+
+def _good_cases(file: dict[str, Any]) -> list[dict[str, Any]]:
+    bad = {one["case"] for one in file["attacks"] if one["outcome"] not in GOOD}
+    known = {"commit": file["provenance"]["commit"]}
+    return [known | one for one in file["attacks"] if one["case"] not in bad]
+
+
+def _write_attacks(attacks: list[dict[str, Any]], folder: Path) -> None:
+    source = None
+    if len({attack["commit"] for attack in attacks}) > 1:
+        command = provenance()["command"].replace(" --resume", "")
+        source = {"command": several_runs(command, "attacks", attacks)}
+    write_results(
+        "faults_cpu", {"attacks": attacks}, _table(attacks), folder=folder, put_together=source
+    )
+
+
+def _disturb_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    cases, disturbed = all_cases(), []
+    for index, case in enumerate(cases):
+        numbers = _share(arguments.environment, len(cases), index)
+        for number in numbers:
+            seed = arguments.seed + number - numbers.start
+            disturbed.append(disturb(case, FAULTS[number % len(FAULTS)], seed))
+        if numbers:
+            print(f"{case}: {_counts(disturbed)}", flush=True)
+            table = _table_of_faults(disturbed)
+            found = {"attacks": disturbed}
+            write_results("faults_environment_cpu", found, table, folder=arguments.results)
+    return [one for one in disturbed if one["outcome"] not in GOOD]
 
 
 def _attack_plans(num_injections: int, num_kills: int, arguments: argparse.Namespace) -> None:
@@ -143,12 +181,12 @@ def _attack_ranks(num_kills: int, arguments: argparse.Namespace) -> None:
         sys.exit("A process did not end, or did not name the one that was killed.")
 
 
-def _share(total: int, num_cases: int, index: int) -> int:
-    return total * (index + 1) // num_cases - total * index // num_cases
+def _share(total: int, num_cases: int, index: int) -> range:
+    return range(total * index // num_cases, total * (index + 1) // num_cases)
 
 
-def _counts(attacks: list[dict[str, Any]], case: str) -> dict[str, int]:
-    return dict(collections.Counter(a["outcome"] for a in attacks if a["case"] == case))
+def _counts(found: list[dict[str, Any]]) -> dict[str, int]:
+    return dict(collections.Counter(one["outcome"] for one in found))
 
 
 def _table(attacks: list[dict[str, Any]]) -> str:
