@@ -36,7 +36,10 @@ from tests.awkward_projects import all_projects
 
 OF_MEMORY_AND_KILLS = ("right", "wrong", "hung", "lost with advice", "lost without advice")
 MOMENTS = (AT_OPERATOR, AT_OPERATOR, IN_CHECKPOINT)
-GOOD = ("right", "lost with advice", "went on", "clear error")
+GOOD = (
+    *("right", "lost with advice", "went on", "clear error"),
+    *(outcome for outcome in _modules.OUTCOMES if outcome not in _modules.BAD),
+)
 OF_ENVIRONMENT = ("went on", "clear error", "wrong", "hung", "lost")
 
 
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, help="over all cases; 100, of plans and ranks 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the cases of the result file that are right"
+        "--resume", action="store_true", help="keep what is right in the result file"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
@@ -69,12 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         _attack_ranks(kills, arguments)
         return
     if arguments.modules:
-        cells = _modules.attack([*all_projects()], [*_modules.SETTINGS], [*_modules.CONDITIONS])
-        table = _modules.make_table(cells)
-        path = write_results(
-            "faults_modules_cpu", {"cells": cells}, table, folder=arguments.results
+        kept = _good_cases(arguments, "faults_modules_cpu", "cells")
+        found = _modules.attack(
+            [*all_projects()], [*_modules.SETTINGS], [*_modules.CONDITIONS], kept
         )
-        print(f"{table}\n\nWritten to {path}")
+        cells = [{"commit": provenance()["commit"]} | cell for cell in found]
+        table = _modules.make_table(cells)
+        print(table)
+        _write(arguments, "faults_modules_cpu", "cells", cells, table)
         return
     # Each file has the figures of one command, so that the one may be repeated without the other.
     bad = _attack_cases(injections, kills, arguments) + _disturb_cases(arguments)
@@ -86,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _attack_cases(
     num_injections: int, num_kills: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    path = arguments.results / "faults_cpu.json"
-    attacks = _good_cases(json.loads(path.read_text("utf-8"))) if arguments.resume else []
+    attacks = _good_cases(arguments, "faults_cpu", "attacks")
     done = {attack["case"] for attack in attacks}
     cases, commit = all_cases(), provenance()["commit"]
     names = [str(case) for case in cases]
@@ -108,24 +112,35 @@ def _attack_cases(
             attacks += [attack | {"commit": commit} for attack in found]
             attacks.sort(key=lambda attack: names.index(attack["case"]))
             print(f"{case}: {_counts(found)}", flush=True)
-            _write_attacks(attacks, arguments.results)
+            _write(arguments, "faults_cpu", "attacks", attacks, _table(attacks))
     return [one for one in attacks if one["outcome"] not in GOOD]
 
 
-def _good_cases(file: dict[str, Any]) -> list[dict[str, Any]]:
-    bad = {one["case"] for one in file["attacks"] if one["outcome"] not in GOOD}
+def _good_cases(arguments: argparse.Namespace, name: str, kind: str) -> list[dict[str, Any]]:
+    if not arguments.resume:
+        return []
+    file = json.loads((arguments.results / f"{name}.json").read_text("utf-8"))
+    bad = {_case_of(one) for one in file[kind] if one["outcome"] not in GOOD}
     known = {"commit": file["provenance"]["commit"]}
-    return [known | one for one in file["attacks"] if one["case"] not in bad]
+    return [known | one for one in file[kind] if _case_of(one) not in bad]
 
 
-def _write_attacks(attacks: list[dict[str, Any]], folder: Path) -> None:
+def _case_of(one: dict[str, Any]) -> Any:
+    return one["case"] if "case" in one else (one["project"], one["settings"])
+
+
+def _write(
+    arguments: argparse.Namespace,
+    name: str,
+    kind: str,
+    found: list[dict[str, Any]],
+    table: str,
+) -> None:
     source = None
-    if len({attack["commit"] for attack in attacks}) > 1:
+    if len({one["commit"] for one in found}) > 1:
         command = provenance()["command"].replace(" --resume", "")
-        source = {"command": several_runs(command, "attacks", attacks)}
-    write_results(
-        "faults_cpu", {"attacks": attacks}, _table(attacks), folder=folder, put_together=source
-    )
+        source = {"command": several_runs(command, kind, found)}
+    write_results(name, {kind: found}, table, folder=arguments.results, put_together=source)
 
 
 def _disturb_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:

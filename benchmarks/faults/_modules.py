@@ -216,12 +216,19 @@ def _relative(one: str, other: str) -> float:
     return float(np.linalg.norm(found - expected)) / max(float(np.linalg.norm(expected)), 1e-3)
 
 
-def attack(projects: Sequence[str], names: Sequence[str], conditions: Sequence[str]) -> list[Any]:
-    """Run each project with each of the settings, under the conditions in turn."""
+def attack(
+    projects: Sequence[str],
+    names: Sequence[str],
+    conditions: Sequence[str],
+    kept: Sequence[dict[str, Any]] = (),
+) -> list[Any]:
+    """Run each project with each of the settings that is not kept, under the conditions in turn."""
     cells, found = Cells(), []
+    known = {(cell["project"], cell["settings"]): cell for cell in kept}
     for row, project in enumerate(projects):
         for column, name in enumerate(names):
-            one = cells.run(project, name, conditions[(row + column) % len(conditions)])
+            one = known.get((project, name))
+            one = one or cells.run(project, name, conditions[(row + column) % len(conditions)])
             found.append(one)
             if one["outcome"] in (LATE, PLAIN_FAILS, *BAD):
                 shown = str(one.get("error") or one.get("deviation"))[:200].replace("\n", " ")
