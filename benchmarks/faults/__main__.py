@@ -223,7 +223,7 @@ def _row_name(kind: str, key: str, value: Any) -> str:
     names = {
         "accumulate": f"accumulates {value}",
         "clip": "clipped" if value else "not clipped",
-        "phase": f"in {value}",
+        "phase": f"phase {value}",
         "all": "all",
     }
     return f"{kind}, {names.get(key, value)}"
