@@ -21,6 +21,7 @@ from benchmarks.plan.__main__ import DRY, rank_correlation
 from benchmarks.plan.__main__ import main as compare_times
 from benchmarks.predict.__main__ import main as compare_predictions
 from benchmarks.predict.__main__ import make_text as lay_out
+from benchmarks.scale.__main__ import times_table
 
 
 @pytest.mark.slow
@@ -161,6 +162,13 @@ def test_rank_correlation():
     assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     assert rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
+
+
+def test_ratios_of_times_have_median_and_range():
+    table = times_table({"1": {"DDP": [1.0, 9.0, 1.2]}, "2": {"DDP": [0.5, 0.75, 1.0]}})
+    assert re.search(
+        r"^\| DDP +\| +1.20 \(1.00 to 9.00\) \| +0.75 \(0.50 to 1.00\) \|", table, re.M
+    )
 
 
 def test_turns_change_who_comes_first():
