@@ -338,7 +338,9 @@ def times_table(results: dict[str, dict[str, list[float]]]) -> str:
             [name, *(f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios)]
         )
     columns = (f"{number} processes on two cores" for number in TIMED_PROCESSES)
-    return markdown_table(["step time, of the strategy without us", *columns], rows)
+    table = markdown_table(["step time, of the strategy without us", *columns], rows)
+    said = "Median (least to most) of pairs of fits in turns; 8 tokens per step and process, so"
+    return f"{table}\n\n{said} that time goes to weights and their updates.\n"
 
 
 def plans() -> str:
