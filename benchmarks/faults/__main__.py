@@ -77,9 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             [*all_projects()], [*_modules.SETTINGS], [*_modules.CONDITIONS], kept
         )
         cells = [{"commit": provenance()["commit"]} | cell for cell in found]
-        table = _modules.make_table(cells)
-        print(table)
-        _write(arguments, "faults_modules_cpu", "cells", cells, table)
+        path = _write(arguments, "faults_modules_cpu", "cells", cells, _modules.make_table(cells))
+        print(path.with_suffix(".md").read_text("utf-8"))
         return
     # Each file has the figures of one command, so that the one may be repeated without the other.
     bad = _attack_cases(injections, kills, arguments) + _disturb_cases(arguments)
@@ -111,8 +110,8 @@ def _attack_cases(
         if found:
             attacks += [attack | {"commit": commit} for attack in found]
             attacks.sort(key=lambda attack: names.index(attack["case"]))
-            print(f"{case}: {_counts(found)}", flush=True)
-            _write(arguments, "faults_cpu", "attacks", attacks, _table(attacks))
+            path = _write(arguments, "faults_cpu", "attacks", attacks, _table(attacks))
+            print(f"{case}: {_counts(found)}; {len(attacks)} in {path}", flush=True)
     return [one for one in attacks if one["outcome"] not in GOOD]
 
 
@@ -135,12 +134,12 @@ def _write(
     kind: str,
     found: list[dict[str, Any]],
     table: str,
-) -> None:
+) -> Path:
     source = None
     if len({one["commit"] for one in found}) > 1:
         command = provenance()["command"].replace(" --resume", "")
         source = {"command": several_runs(command, kind, found)}
-    write_results(name, {kind: found}, table, folder=arguments.results, put_together=source)
+    return write_results(name, {kind: found}, table, folder=arguments.results, put_together=source)
 
 
 def _disturb_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
