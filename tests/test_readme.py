@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_memsave
+from benchmarks import evidence
 from benchmarks.readme import PICTURES, fill
 from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.cli.main import main
@@ -141,6 +142,28 @@ def test_all_numbers_of_the_evidence_are_in_the_result_files():
     assert [*figures_that_are_not_in_their_files(rows, numbers)] == []
     wrong = "1.23 ([demo](../benchmarks/results/demo_cpu.md))"
     assert [*figures_that_are_not_in_their_files(wrong)] == ["1.23"]
+
+
+class TestExactness:
+    """The table of how exact training stays, on the evidence page."""
+
+    TEXT = evidence.make_text()
+    ROWS: ClassVar = {
+        name: dict(zip(("fits", *evidence.COLUMNS), map(int, counts), strict=True))
+        for name, *counts in re.findall(
+            r"^\| ([^|]+?) +\|" + r" +(\d+) \|" * 6 + "$", TEXT, re.MULTILINE
+        )
+    }
+
+    def test_is_that_of_the_result_files(self):
+        written = (ROOT / "benchmarks/results/evidence.md").read_text()
+        assert written == self.TEXT, "run `python -m benchmarks.evidence`"
+
+    def test_nothing_is_wrong_or_lost(self):
+        bad = {name: row["wrong or lost"] for name, row in self.ROWS.items()}
+        assert bad == dict.fromkeys((name for name, *_ in evidence.ROWS), 0)
+        assert self.ROWS["out of memory"]["fits"] == 1000
+        assert self.ROWS["killed, resumed"]["bitwise"] == 100
 
 
 def test_readme_and_docs_are_short():

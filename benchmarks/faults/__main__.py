@@ -10,20 +10,36 @@ one of two processes is killed, and the other must end and name it.
 
 import argparse
 import collections
-import itertools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._common import (
+    RESULTS,
+    markdown_table,
+    provenance,
+    several_runs,
+    write_results,
+)
 from benchmarks.faults import _modules, _plans, _ranks
-from benchmarks.faults._attack import Injections, kill_and_resume
+from benchmarks.faults._attack import (
+    AT_OPERATOR,
+    IN_CHECKPOINT,
+    Injections,
+    kill_and_resume,
+)
 from benchmarks.faults._environment import FAULTS, disturb
 from benchmarks.faults._fits import all_cases
 from tests.awkward_projects import all_projects
 
 OF_MEMORY_AND_KILLS = ("right", "wrong", "hung", "lost with advice", "lost without advice")
+MOMENTS = (AT_OPERATOR, AT_OPERATOR, IN_CHECKPOINT)
+GOOD = (
+    *("right", "lost with advice", "went on", "clear error"),
+    *(outcome for outcome in _modules.OUTCOMES if outcome not in _modules.BAD),
+)
 OF_ENVIRONMENT = ("went on", "clear error", "wrong", "hung", "lost")
 
 
@@ -37,13 +53,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plans", action="store_true", help="attack fits with a budget instead")
     parser.add_argument("--modules", action="store_true", help="train awkward modules instead")
     parser.add_argument("--ranks", action="store_true", help="kill one of two processes instead")
-    parser.add_argument("--injections", type=int, help="over all cases; 360, of plans 300")
+    parser.add_argument("--injections", type=int, help="over all cases; 1,000, of plans 300")
     parser.add_argument("--kills", type=int, help="over all cases; 100, of plans and ranks 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what is right in the result file"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
-    injections, kills = (300, 20) if arguments.plans or arguments.ranks else (360, 100)
+    injections, kills = (300, 20) if arguments.plans or arguments.ranks else (1000, 100)
     injections = injections if arguments.injections is None else arguments.injections
     kills = kills if arguments.kills is None else arguments.kills
     if arguments.plans:
@@ -53,36 +72,89 @@ def main(argv: Sequence[str] | None = None) -> None:
         _attack_ranks(kills, arguments)
         return
     if arguments.modules:
-        cells = _modules.attack([*all_projects()], [*_modules.SETTINGS], [*_modules.CONDITIONS])
-        table = _modules.make_table(cells)
-        path = write_results(
-            "faults_modules_cpu", {"cells": cells}, table, folder=arguments.results
+        kept = _good_cases(arguments, "faults_modules_cpu", "cells")
+        found = _modules.attack(
+            [*all_projects()], [*_modules.SETTINGS], [*_modules.CONDITIONS], kept
         )
-        print(f"{table}\n\nWritten to {path}")
+        cells = [{"commit": provenance()["commit"]} | cell for cell in found]
+        path = _write(arguments, "faults_modules_cpu", "cells", cells, _modules.make_table(cells))
+        print(path.with_suffix(".md").read_text("utf-8"))
         return
-    cases = all_cases()
-    attacks: list[dict[str, Any]] = []
-    disturbed: list[dict[str, Any]] = []
-    faults = itertools.cycle(FAULTS)
+    # Each file has the figures of one command, so that the one may be repeated without the other.
+    bad = _attack_cases(injections, kills, arguments) + _disturb_cases(arguments)
+    if bad:
+        sys.exit("\n".join(["Not as it must be:", *(one["case"] for one in bad)]))
+
+
+# Written after each case: what has been found so far outlives what ends the benchmark.
+def _attack_cases(
+    num_injections: int, num_kills: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    attacks = _good_cases(arguments, "faults_cpu", "attacks")
+    done = {attack["case"] for attack in attacks}
+    cases, commit = all_cases(), provenance()["commit"]
+    names = [str(case) for case in cases]
     for index, case in enumerate(cases):
-        share = _share(injections, len(cases), index)
-        if share:
+        if str(case) in done:
+            continue
+        found = []
+        injections = _share(num_injections, len(cases), index)
+        if injections:
             places = Injections(case, arguments.seed)
-            attacks += [{"kind": "injection", **places.attack()} for _ in range(share)]
-        for number in range(_share(kills, len(cases), index)):
-            found = kill_and_resume(case, arguments.seed + number)
-            attacks.append({"kind": "kill", **found})
-        numbers = range(_share(arguments.environment, len(cases), index))
-        disturbed += [disturb(case, next(faults), arguments.seed + number) for number in numbers]
-        print(f"{case}: {_counts(attacks + disturbed, str(case))}", flush=True)
-    # Each file has the figures of one run, so that the one may be repeated without the other.
-    for name, results, table in (
-        ("faults_cpu", attacks, _table(attacks)),
-        ("faults_environment_cpu", disturbed, _table_of_faults(disturbed)),
-    ):
-        if results:
-            path = write_results(name, {"attacks": results}, table, folder=arguments.results)
-            print(f"{table}\n\nWritten to {path}\n")
+            found += [{"kind": "injection", **places.attack()} for _ in injections]
+        kills = _share(num_kills, len(cases), index)
+        for number in kills:
+            seed = arguments.seed + number - kills.start
+            killed = kill_and_resume(case, seed, MOMENTS[number % len(MOMENTS)])
+            found.append({"kind": "kill", **killed})
+        if found:
+            attacks += [attack | {"commit": commit} for attack in found]
+            attacks.sort(key=lambda attack: names.index(attack["case"]))
+            path = _write(arguments, "faults_cpu", "attacks", attacks, _table(attacks))
+            print(f"{case}: {_counts(found)}; {len(attacks)} in {path}", flush=True)
+    return [one for one in attacks if one["outcome"] not in GOOD]
+
+
+def _good_cases(arguments: argparse.Namespace, name: str, kind: str) -> list[dict[str, Any]]:
+    if not arguments.resume:
+        return []
+    file = json.loads((arguments.results / f"{name}.json").read_text("utf-8"))
+    bad = {_case_of(one) for one in file[kind] if one["outcome"] not in GOOD}
+    known = {"commit": file["provenance"]["commit"]}
+    return [known | one for one in file[kind] if _case_of(one) not in bad]
+
+
+def _case_of(one: dict[str, Any]) -> Any:
+    return one["case"] if "case" in one else (one["project"], one["settings"])
+
+
+def _write(
+    arguments: argparse.Namespace,
+    name: str,
+    kind: str,
+    found: list[dict[str, Any]],
+    table: str,
+) -> Path:
+    source = None
+    if len({one["commit"] for one in found}) > 1:
+        command = provenance()["command"].replace(" --resume", "")
+        source = {"command": several_runs(command, kind, found)}
+    return write_results(name, {kind: found}, table, folder=arguments.results, put_together=source)
+
+
+def _disturb_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    cases, disturbed = all_cases(), []
+    for index, case in enumerate(cases):
+        numbers = _share(arguments.environment, len(cases), index)
+        for number in numbers:
+            seed = arguments.seed + number - numbers.start
+            disturbed.append(disturb(case, FAULTS[number % len(FAULTS)], seed))
+        if numbers:
+            print(f"{case}: {_counts(disturbed)}", flush=True)
+            table = _table_of_faults(disturbed)
+            found = {"attacks": disturbed}
+            write_results("faults_environment_cpu", found, table, folder=arguments.results)
+    return [one for one in disturbed if one["outcome"] not in GOOD]
 
 
 def _attack_plans(num_injections: int, num_kills: int, arguments: argparse.Namespace) -> None:
@@ -123,28 +195,37 @@ def _attack_ranks(num_kills: int, arguments: argparse.Namespace) -> None:
         sys.exit("A process did not end, or did not name the one that was killed.")
 
 
-def _share(total: int, num_cases: int, index: int) -> int:
-    return total * (index + 1) // num_cases - total * index // num_cases
+def _share(total: int, num_cases: int, index: int) -> range:
+    return range(total * index // num_cases, total * (index + 1) // num_cases)
 
 
-def _counts(attacks: list[dict[str, Any]], case: str) -> dict[str, int]:
-    return dict(collections.Counter(a["outcome"] for a in attacks if a["case"] == case))
+def _counts(found: list[dict[str, Any]]) -> dict[str, int]:
+    return dict(collections.Counter(one["outcome"] for one in found))
 
 
 def _table(attacks: list[dict[str, Any]]) -> str:
     rows = []
-    presets = list(dict.fromkeys(attack["case"].split(", ")[1] for attack in attacks))
-    for kind in ("injection", "kill"):
-        for preset in [*presets, "all"]:
-            chosen = [
-                attack["outcome"]
-                for attack in attacks
-                if attack["kind"] == kind and preset in (attack["case"].split(", ")[1], "all")
-            ]
-            if chosen:
-                counts = [str(chosen.count(outcome)) for outcome in OF_MEMORY_AND_KILLS]
-                rows.append([f"{kind}, {preset}", str(len(chosen)), *counts])
+    for kind, kinds in (
+        ("injection", ("preset", "model", "accumulate", "clip", "phase", "all")),
+        ("kill", ("preset", "model", "accumulate", "clip", "moment", "all")),
+    ):
+        of_kind = [attack for attack in attacks if attack["kind"] == kind]
+        for key in kinds:
+            for value in dict.fromkeys(attack.get(key) for attack in of_kind):
+                outcomes = [one["outcome"] for one in of_kind if one.get(key) == value]
+                counts = [str(outcomes.count(outcome)) for outcome in OF_MEMORY_AND_KILLS]
+                rows.append([_row_name(kind, key, value), str(len(outcomes)), *counts])
     return markdown_table(["attack", "number", *OF_MEMORY_AND_KILLS], rows)
+
+
+def _row_name(kind: str, key: str, value: Any) -> str:
+    names = {
+        "accumulate": f"accumulates {value}",
+        "clip": "clipped" if value else "not clipped",
+        "phase": f"phase {value}",
+        "all": "all",
+    }
+    return f"{kind}, {names.get(key, value)}"
 
 
 def _table_of_faults(disturbed: list[dict[str, Any]]) -> str:

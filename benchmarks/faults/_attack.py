@@ -1,5 +1,7 @@
 """One attack at a time, in a process of its own, and what became of the fit."""
 
+import dataclasses
+import itertools
 import json
 import logging
 import multiprocessing
@@ -10,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults._fits import Case, Fit
+from benchmarks.faults._fits import BACKWARD, ELSEWHERE, FORWARD, OPTIMIZER, Case, Fit
 
+PHASES = (FORWARD, BACKWARD, OPTIMIZER, ELSEWHERE)
 LIMIT_S = 120
 """A fit takes about a second: after this time it hangs."""
 
@@ -41,12 +44,19 @@ def _write(job: Callable[[], Any], path: Path) -> None:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Run a case unharmed: how many operators it has, where its batches begin, what it gives."""
-    fit = Fit(case)
+    """Run a case unharmed: where its phases begin and end, and what it gives."""
+    phases: list[str] = []
+    fit = Fit(case, phases=phases)
     result = fit.run()
     if fit.error is not None:
         raise fit.error
-    return {"num_ops": fit.num_ops, "digest": result}
+    ranges: dict[str, list[tuple[int, int]]] = {phase: [] for phase in PHASES}
+    begin = 0
+    for phase, same in itertools.groupby(phases):
+        end = begin + len([*same])
+        ranges[phase].append((begin, end))
+        begin = end
+    return {"ranges": ranges, "digest": result}
 
 
 def inject(case: Case, place: int) -> dict[str, Any]:
@@ -62,6 +72,7 @@ def inject(case: Case, place: int) -> dict[str, Any]:
     return {
         "digest": result,
         "batch": fit.batch,
+        "phase": fit.phase,
         "has_fired": fit.num_ops > place,
         "error": None if error is None else f"{type(error).__name__}: {str(error)[:200]}",
         "has_advice": bool(_REMEDY.search(said)),
@@ -78,26 +89,29 @@ def smaller(case: Case, batch: int) -> str:
 
 
 class Injections:
-    """Injects at random operators of a case, and compares with fits that meant the same."""
+    """Injects into a case, in each phase in turn, and compares with fits that meant the same."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.random = case, random.Random(f"{case} {seed}")
         self.plain = in_process(lambda: measure(case))
+        self.ranges = itertools.cycle(filter(None, self.plain["ranges"].values()))
         self._smaller: dict[int, str] = {}
 
     def attack(self) -> dict[str, Any]:
         """Attack once; ``outcome`` is right, wrong, hung, lost with advice or lost without."""
-        place = self.random.randrange(self.plain["num_ops"])
+        # Not of all operators alike: in the first batch there are many, for the proof of the loss.
+        place = self.random.randrange(*self.random.choice(next(self.ranges)))
         found = in_process(lambda: inject(self.case, place))
+        known = {**_describe(self.case), "place": place}
         if not isinstance(found, dict):
             outcome = "hung" if found == "hung" else "lost without advice"
-            return {"case": str(self.case), "place": place, "outcome": outcome}
+            return {**known, "outcome": outcome}
         if found["error"] is not None:
             outcome = "lost with advice" if found["has_advice"] else "lost without advice"
         else:
-            outcome = "right" if self._is_right(found) else "wrong"
-        kept = {"batch": found["batch"], "error": found["error"]}
-        return {"case": str(self.case), "place": place, "outcome": outcome, **kept}
+            outcome = "right" if found["has_fired"] and self._is_right(found) else "wrong"
+        kept = {name: found[name] for name in ("phase", "batch", "error")}
+        return {**known, "outcome": outcome, **kept}
 
     def _is_right(self, found: dict[str, Any]) -> bool:
         if found["digest"] == self.plain["digest"]:
@@ -108,25 +122,45 @@ class Injections:
         return bool(found["digest"] == self._smaller[batch])
 
 
+def _describe(case: Case) -> dict[str, Any]:
+    return {"case": str(case), **dataclasses.asdict(case)}
+
+
 EPOCHS, BATCHES = 3, 4
+AT_OPERATOR, IN_CHECKPOINT = "at an operator", "while a checkpoint is written"
 
 
-def kill_and_resume(case: Case, seed: int) -> dict[str, Any]:
-    """Kill a fit at a random operator, resume it from its last checkpoint, compare the weights."""
+def kill_and_resume(case: Case, seed: int, moment: str = AT_OPERATOR) -> dict[str, Any]:
+    """Kill a fit at a random place, resume it from its last checkpoint, compare the weights.
+
+    Args:
+        case: The fit.
+        seed: Of the place: an operator, or a byte of all checkpoints.
+        moment: `AT_OPERATOR` or `IN_CHECKPOINT`.
+
+    Returns:
+        ``outcome``: right, wrong, hung, not killed or lost without advice.
+    """
     lengths = {"num_epochs": EPOCHS, "num_batches": BATCHES}
 
-    def train(folder: Path, kill: int | None = None) -> Any:
-        fit = Fit(case, kill=kill, folder=folder, **lengths)  # type: ignore[arg-type] # two integers
+    def train(folder: Path, **killed: int) -> Any:
+        tempfile.tempdir = str(folder)  # where a checkpoint lies until it is whole
+        fit = Fit(case, folder=folder, **killed, **lengths)  # type: ignore[arg-type] # integers
         result = fit.run()
-        return {"digest": result, "num_ops": fit.num_ops, "error": str(fit.error or "")}
+        known = {"digest": result, "error": str(fit.error or "")}
+        return {**known, "num_ops": fit.num_ops, "num_bytes": fit.num_bytes}
 
+    option, total = {
+        AT_OPERATOR: ("kill", "num_ops"),
+        IN_CHECKPOINT: ("kill_at_byte", "num_bytes"),
+    }[moment]
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as cut:
         plain = in_process(lambda: train(Path(whole)))
-        place = random.Random(f"{case} {seed}").randrange(plain["num_ops"])
-        died = in_process(lambda: train(Path(cut), kill=place))
+        place = random.Random(f"{case} {seed}").randrange(plain[total])
+        died = in_process(lambda: train(Path(cut), **{option: place}))
         has_checkpoint = (Path(cut) / "last.ckpt").exists()
         resumed = in_process(lambda: train(Path(cut)))
-    known = {"case": str(case), "place": place, "resumed": has_checkpoint}
+    known = {**_describe(case), "moment": moment, "place": place, "resumed": has_checkpoint}
     if died is not None:
         return {**known, "outcome": "hung" if died == "hung" else "not killed"}
     if not isinstance(resumed, dict):

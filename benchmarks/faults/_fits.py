@@ -1,17 +1,21 @@
-"""The fits that are attacked: small models, every preset, accumulation and clipping."""
+"""The fits that are attacked: small models, presets and techniques, accumulation and clipping."""
 
+import contextlib
 import hashlib
+import inspect
 import itertools
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from fsspec.implementations.local import LocalFileOpener  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -19,16 +23,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import ChunkedCrossEntropy, LowBitOptimizer, MemSaveCallback, Offloading
+from lightning_memsave.callbacks.settings import setting
 
 BATCH_SIZE, NUM_TOKENS, NUM_WORDS = 4, 8, 50
 LOGS = "logs"
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB (injected by benchmarks.faults)."
+_ALONE: dict[str, Any] = {"preset": "off", "micro_batch_size": "halve"}
+# Those of one technique have the names that they have in `_modules`.
 PRESETS: dict[str, dict[str, Any]] = {
     "bare": {},
-    "micro-batches only": {"activation_checkpointing": None, "optimizer": None},
-    **{preset: {"preset": preset} for preset in ("classic", "bitwise", "single_gpu")},
+    **{preset: {"preset": preset} for preset in ("classic", "bitwise", "single_gpu", "offload")},
+    "micro-batches": _ALONE,
+    "checkpointed": {**_ALONE, "activation_checkpointing": "all"},
+    "8-bit": {**_ALONE, "optimizer": LowBitOptimizer(min_8bit_size=1, min_saved_bytes=0)},
+    "in backward": {**_ALONE, "optimizer_in_backward": True},
+    "offload optimizer": {**_ALONE, "offload": "optimizer"},
+    "offload parameters": {**_ALONE, "offload": "parameters"},
+    "offload parameters, checkpointed, in backward": {
+        **_ALONE,
+        "activation_checkpointing": "all",
+        "offload": "parameters",
+        "optimizer_in_backward": True,
+    },
+    "offload activations": {**_ALONE, "offload": "activations"},
+    "offload embeddings": {
+        **_ALONE,
+        "chunked_cross_entropy": ChunkedCrossEntropy(heads="re:.*head"),
+        "offload": Offloading("embeddings", min_table_bytes=4),
+    },
 }
+# What is refused before training: a norm that is known after the updates, and no blocks or tables.
+_NOT_CLIPPED = ("offload parameters, checkpointed, in backward",)
+_NOT_OF_CONVOLUTIONS = (
+    *_NOT_CLIPPED,
+    "checkpointed",
+    "offload activations",
+    "offload embeddings",
+)
+FORWARD, BACKWARD, OPTIMIZER, ELSEWHERE = "forward", "backward", "optimizer", "elsewhere"
 
 
 class _Block(nn.Module):
@@ -141,8 +174,13 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """List every model with every preset, accumulation and clipping."""
-    return [Case(*c) for c in itertools.product(MODELS, PRESETS, (1, 2), (None, 0.5))]
+    """List every model with every preset, accumulation and clipping that is not refused."""
+    return [
+        case
+        for case in itertools.starmap(Case, itertools.product(MODELS, PRESETS, (1, 2), (None, 0.5)))
+        if not (case.clip and case.preset in _NOT_CLIPPED)
+        and not (case.model == "convolutions" and case.preset in _NOT_OF_CONVOLUTIONS)
+    ]
 
 
 @dataclass
@@ -152,18 +190,24 @@ class Fit:
     case: Case
     faults: Iterable[int] = ()
     kill: int | None = None
+    kill_at_byte: int | None = None
+    """Die when so many bytes of all checkpoints are written."""
     smaller_from: int | None = None
     """Train with half the batch at once from this batch on, as after an out-of-memory there."""
     num_epochs: int = 1
     num_batches: int = 6
     folder: Path | None = None
     """Where checkpoints lie; a fit goes on from the last one."""
-    starts: list[int] = field(default_factory=list)
-    """Number of the first operator of each batch."""
+    phases: list[str] | None = None
+    """The phase of each operator, if it is to be noted."""
     error: Exception | None = None
     num_ops: int = 0
+    num_bytes: int = 0
+    num_batches_begun: int = 0
     batch: int = -1
     """The batch that ran when memory ran out; -1 before the first."""
+    phase: str = ""
+    """The phase in which memory ran out."""
     watches: bool = False
     """Measure, log and write reports into `folder`, as fits of users do."""
     disturb: Callable[[], None] | None = None
@@ -173,8 +217,8 @@ class Fit:
     """Go on from this checkpoint instead of the last one."""
 
     def note_failure(self) -> None:
-        """Remember the batch for which memory ran out."""
-        self.batch = len(self.starts) - 1
+        """Remember where memory ran out."""
+        self.batch, self.phase = self.num_batches_begun - 1, _phase()
 
     def run(self) -> str:
         """Train; give a digest of all parameters, also where an error ended the fit."""
@@ -200,10 +244,10 @@ class Fit:
             enable_model_summary=False,
         )
         loaders = _loader(self.num_batches, 1), _loader(1, 2)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.object(setting, "SMALLEST_SAVING_BYTES", 0):
             warnings.simplefilter("ignore")
             try:
-                with Faults(self):
+                with Faults(self) if self.phases is None else _Phases(self), _writing(self):
                     path = last if last is not None and last.exists() else None
                     trainer.fit(lit, *loaders, ckpt_path=path)
             except Exception as error:
@@ -223,12 +267,30 @@ class _Watch(pl.Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.fit.starts.append(self.fit.num_ops)
+        self.fit.num_batches_begun += 1
         if batch_idx == self.fit.smaller_from:
             # There is no public way, since no user wants it: sizes come from what memory allows.
             batches = self.memsave._micro_batches
             assert batches.runner is not None, "it is made at the start of fit"
             batches.size = batches.runner.size = BATCH_SIZE // 2
+
+
+@contextlib.contextmanager
+def _writing(fit: Fit) -> Iterator[None]:
+    """Count the bytes of checkpoints, and die at the one that the fit names."""
+    write_all = LocalFileOpener.write
+
+    def write(file: Any, data: Any) -> Any:
+        place = -1 if fit.kill_at_byte is None else fit.kill_at_byte - fit.num_bytes
+        fit.num_bytes += len(data)
+        if 0 <= place < len(data):
+            write_all(file, data[:place])
+            file.f.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_all(file, data)
+
+    with mock.patch.object(LocalFileOpener, "write", write):
+        yield
 
 
 class Faults(TorchDispatchMode):
@@ -248,6 +310,34 @@ class Faults(TorchDispatchMode):
             self.fit.note_failure()
             raise torch.OutOfMemoryError(MESSAGE)
         return func(*args, **(kwargs or {}))
+
+
+class _Phases(Faults):
+    """Notes the phase of each operator, too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.fit.phases.append(_phase())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# Functions of torch and Lightning, as hooks of a callback would keep updates out of backward. The
+# innermost counts: Lightning runs forward and backward inside of the optimizer's step.
+_PHASE_OF = {
+    "_engine_run_backward": BACKWARD,
+    "training_step": FORWARD,
+    "_after_closure": OPTIMIZER,
+    "_wrap_closure": FORWARD,
+    "optimizer_step": OPTIMIZER,
+}
+
+
+def _phase() -> str:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name in _PHASE_OF:
+            return _PHASE_OF[frame.f_code.co_name]
+        frame = frame.f_back
+    return ELSEWHERE
 
 
 def digest(module: nn.Module) -> str:

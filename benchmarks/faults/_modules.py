@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks._common import markdown_table
 from benchmarks.faults._attack import _REMEDY, in_process
 from benchmarks.faults._fits import digest
-from lightning_memsave import MemSaveCallback, MicroBatching, Offloading
+from lightning_memsave import LowBitOptimizer, MemSaveCallback, MicroBatching, Offloading
 from lightning_memsave.callbacks.settings import setting
 from tests.awkward_projects import BATCH_SIZE, all_projects
 
@@ -64,6 +64,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "block micro-batches": (
         {**OFF, **CHECKPOINTED, "micro_batch_size": MicroBatching(2, of="blocks")},
         1e-4,
+    ),
+    "checkpointed": ({**OFF, **CHECKPOINTED}, 0),
+    "8-bit": (
+        {**OFF, "optimizer": LowBitOptimizer(min_8bit_size=1, min_saved_bytes=0)},
+        APPROXIMATE,
     ),
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
@@ -211,12 +216,19 @@ def _relative(one: str, other: str) -> float:
     return float(np.linalg.norm(found - expected)) / max(float(np.linalg.norm(expected)), 1e-3)
 
 
-def attack(projects: Sequence[str], names: Sequence[str], conditions: Sequence[str]) -> list[Any]:
-    """Run each project with each of the settings, under the conditions in turn."""
+def attack(
+    projects: Sequence[str],
+    names: Sequence[str],
+    conditions: Sequence[str],
+    kept: Sequence[dict[str, Any]] = (),
+) -> list[Any]:
+    """Run each project with each of the settings that is not kept, under the conditions in turn."""
     cells, found = Cells(), []
+    known = {(cell["project"], cell["settings"]): cell for cell in kept}
     for row, project in enumerate(projects):
         for column, name in enumerate(names):
-            one = cells.run(project, name, conditions[(row + column) % len(conditions)])
+            one = known.get((project, name))
+            one = one or cells.run(project, name, conditions[(row + column) % len(conditions)])
             found.append(one)
             if one["outcome"] in (LATE, PLAIN_FAILS, *BAD):
                 shown = str(one.get("error") or one.get("deviation"))[:200].replace("\n", " ")

@@ -5,9 +5,10 @@ trains three times, of which the least peak is compared and the highest given to
 of gloo still holds what it has sent of a block when the next one is there, which depends on load.
 
 RoBERTa 7M with one short sequence per process, so that weights, gradients and optimizer state are
-what needs memory. Processes on a CPU, over gloo: bytes are exact; times of several processes on two
-cores mean nothing, and are not in the table. By hand: Lightning's `ModelParallelStrategy`, with
-`fully_shard` of each block and of the model, as its documentation writes it, and 32-bit AdamW. With
+what needs memory. Processes on a CPU, over gloo: bytes are exact. By hand: Lightning's
+`ModelParallelStrategy`, with `fully_shard` of each block and of the model, as its documentation
+writes it, and 32-bit AdamW. With `--times`: steps of 1 and 2 processes on two cores against the
+same strategy without the callback, fits of both in turns; 4 processes would wait for cores. With
 `--plans`: what `memsave plan` says of two GPUs.
 """
 
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ from lightning_memsave.cli.main import main as memsave
 from lightning_memsave.units import format_bytes
 
 PROCESSES = (1, 2, 4)
+TIMED_PROCESSES, PAIRS = (1, 2), 5
 ALL_8BIT = LowBitOptimizer("8bit", force_8bit=("*",))
 DDP, BY_HAND = "DDP", "`fully_shard` by hand"
 FSDP2 = '`strategy="memsave_fsdp2"`'
@@ -155,16 +158,16 @@ def data_of(world_size: int) -> Any:
     return torch.randint(5, 1000, (STEPS * world_size, 8), generator=made)
 
 
-def run(way: Way) -> dict[str, Any]:
+def fit(way: Way, callback: MemSaveCallback | None) -> Lit:
     """Train on this process.
 
     Args:
         way: How.
+        callback: With its settings; none to train without us.
 
     Returns:
-        Peak bytes by category, the median step in seconds, and losses.
+        The module, with what it noted.
     """
-    callback = MemSaveCallback(**{"preset": "off", "predict": False, **way.settings})
     number = int(os.environ["WORLD_SIZE"])
     strategy: Any = {"fsdp2": "memsave_fsdp2"}.get(way.strategy, way.strategy)
     if not strategy:
@@ -176,7 +179,7 @@ def run(way: Way) -> dict[str, Any]:
         devices=number,
         strategy=strategy,
         max_steps=STEPS,
-        callbacks=[callback],
+        callbacks=[*filter(None, [callback])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -184,16 +187,57 @@ def run(way: Way) -> dict[str, Any]:
     )
     gc.collect()  # what earlier fits have left
     trainer.fit(module, DataLoader(data_of(trainer.world_size), batch_size=1))
+    return module
+
+
+def run(way: Way) -> dict[str, Any]:
+    """Train on this process, and measure.
+
+    Args:
+        way: How.
+
+    Returns:
+        Peak bytes by category, the median step in seconds, and losses.
+    """
+    callback = _make_callback(way)
+    module = fit(way, callback)
     assert callback.monitor is not None, "it measures"
     assert callback.monitor.summary is not None, "a fit has ended"
     measured = callback.monitor.summary.to_dict()
-    steps = [b - a for a, b in zip(module.times[2:], module.times[3:], strict=False)]
     return {
         "peak_bytes": measured["peak_bytes"],
         "by_category": measured["by_category"],
-        "step_s": statistics.median(steps),
+        "step_s": _step_s(module),
         "losses": module.losses,
     }
+
+
+def _make_callback(way: Way) -> MemSaveCallback:
+    return MemSaveCallback(**{"preset": "off", "predict": False, **way.settings})
+
+
+def _step_s(module: Lit) -> float:
+    steps = [b - a for a, b in zip(module.times[2:], module.times[3:], strict=False)]
+    return statistics.median(steps)
+
+
+def time_ratios(way: Way) -> list[float]:
+    """Time a way and the same strategy without us, in turns.
+
+    Args:
+        way: How to train.
+
+    Returns:
+        The ratio of the median steps of each pair.
+    """
+    ratios = []
+    for number in range(PAIRS):
+        seconds = {}
+        for with_us in (True, False) if number % 2 else (False, True):
+            module = fit(way, _make_callback(way)) if with_us else fit(WAYS[way.base], None)
+            seconds[with_us] = _step_s(module)
+        ratios.append(seconds[True] / seconds[False])
+    return ratios
 
 
 def least_of(way: Way) -> dict[str, Any]:
@@ -278,6 +322,27 @@ def table_of(results: dict[str, Any]) -> str:
     return markdown_table(["setting", *(f"{n} processes" for n in PROCESSES)], rows)
 
 
+def times_table(results: dict[str, dict[str, list[float]]]) -> str:
+    """Write the table of ratios of times.
+
+    Args:
+        results: Of each pair, by number of processes, and way.
+
+    Returns:
+        Markdown.
+    """
+    rows = []
+    for name in results[str(TIMED_PROCESSES[0])]:
+        ratios = [results[str(number)][name] for number in TIMED_PROCESSES]
+        rows.append(
+            [name, *(f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios)]
+        )
+    columns = (f"{number} processes on two cores" for number in TIMED_PROCESSES)
+    table = markdown_table(["step time, of the strategy without us", *columns], rows)
+    said = "Median (least to most) of pairs of fits in turns; 8 tokens per step and process, so"
+    return f"{table}\n\n{said} that time goes to weights and their updates.\n"
+
+
 def plans() -> str:
     """Plan GPT-2 XL for one GPU and for two.
 
@@ -316,17 +381,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--torchao", action="store_true", help="compare with torchao, if there")
+    parser.add_argument("--times", action="store_true", help="compare times instead")
     parser.add_argument("--plans", action="store_true", help="plan for two GPUs instead")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     typed = parser.parse_args()
     ways = WITH_TORCHAO if typed.torchao else WAYS
     if typed.rank_of is not None:
-        found = {name: least_of(way) for name, way in ways.items()}
+        measure: Callable[[Way], Any] = time_ratios if typed.times else least_of
+        # Without settings it is what the others are compared with, but by the callback.
+        found = {
+            name: measure(way) for name, way in ways.items() if way.strategy or not typed.times
+        }
         if os.environ["RANK"] == "0":
             typed.rank_of.write_text(json.dumps(found))
         return
     if typed.plans:
         write_results("scale_plans", {}, plans(), folder=typed.results)
+        return
+    if typed.times:
+        ratios = {str(number): launch(number, "--times") for number in TIMED_PROCESSES}
+        write_results("scale_times", ratios, times_table(ratios), folder=typed.results)
         return
     if typed.torchao:
         found = launch(2, "--torchao")

@@ -270,9 +270,9 @@ def _less_in_optimizer(run: RunFacts) -> list[str]:
 
 def _less_in_evaluation(run: RunFacts) -> list[str]:
     advice = [
-        "Keep less of each batch: what a metric needs in place of logits, on the host (`.cpu()`). "
-        "There is no backward pass and no graph (`torch.no_grad` is on), so what saves activations "
-        "or optimizer state does not help."
+        "Keep less of each batch: what a metric needs in place of logits, on the host (`.cpu()`; "
+        "`compute_on_cpu=True` in metrics of torchmetrics). There is no backward pass and no graph "
+        "(`torch.no_grad` is on), so what saves activations or optimizer state does not help."
     ]
     status = run.status_of("evaluation")
     if status == "off":

@@ -1,21 +1,27 @@
 """The benchmarks run, in their dry form, and what they compute from measurements is right."""
 
 import json
+import re
+import shutil
 import threading
 from functools import partial
 
 import pytest
 
-from benchmarks._common import markdown_table, write_results
+from benchmarks import evidence
+from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._paired import Turns, summarise, time_pairs
 from benchmarks.embedding.__main__ import main as train_tables
 from benchmarks.faults.__main__ import main as attack
+from benchmarks.faults._attack import IN_CHECKPOINT, PHASES, Injections, kill_and_resume
 from benchmarks.faults._environment import FAULTS
+from benchmarks.faults._fits import Case
 from benchmarks.overhead.__main__ import main as time_overhead
 from benchmarks.plan.__main__ import DRY, rank_correlation
 from benchmarks.plan.__main__ import main as compare_times
 from benchmarks.predict.__main__ import main as compare_predictions
 from benchmarks.predict.__main__ import make_text as lay_out
+from benchmarks.scale.__main__ import times_table
 
 
 @pytest.mark.slow
@@ -107,10 +113,62 @@ def test_fits_with_a_budget_survive(tmp_path):
     assert kill["outcome"] == "right"
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_memory_runs_out_in_each_phase():
+    places = Injections(Case("words", "in backward", accumulate=1, clip=0.5), seed=0)
+    found = [places.attack() for _ in PHASES]
+    assert [one["phase"] for one in found] == [*PHASES]
+    assert {one["outcome"] for one in found} == {"right", "lost with advice"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_fits_are_killed_while_a_checkpoint_is_written():
+    found = kill_and_resume(Case("convolutions", "micro-batches", 2, None), 2, IN_CHECKPOINT)
+    assert (found["outcome"], found["resumed"]) == ("right", True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_resumed_attacks_repeat_only_what_was_not_right(tmp_path):
+    typed = ["--injections", "2", "--kills", "0", "--environment", "0", "--results", str(tmp_path)]
+    attack(typed)
+    path = tmp_path / "faults_cpu.json"
+    first = json.loads(path.read_text())
+    one, other = first["attacks"]
+    expected = other["outcome"]
+    one["batch"], other["outcome"] = "kept", "hung"
+    path.write_text(json.dumps(first))
+
+    attack([*typed, "--resume"])
+
+    kept, repeated = json.loads(path.read_text())["attacks"]
+    assert (kept["batch"], repeated["outcome"]) == ("kept", expected)
+
+
+def test_what_is_not_right_is_counted_in_the_evidence(tmp_path):
+    for path in RESULTS.glob("faults_*.json"):
+        shutil.copy(path, tmp_path)
+    path = tmp_path / "faults_cpu.json"
+    found = json.loads(path.read_text())
+    next(one for one in found["attacks"] if one["kind"] == "kill")["outcome"] = "hung"
+    path.write_text(json.dumps(found))
+    (row,) = re.findall("^. killed, resumed .*$", evidence.make_text(tmp_path), re.MULTILINE)
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["100", "99", "0", "0", "0", "1"]
+
+
 def test_rank_correlation():
     assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     assert rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
+
+
+def test_ratios_of_times_have_median_and_range():
+    table = times_table({"1": {"DDP": [1.0, 9.0, 1.2]}, "2": {"DDP": [0.5, 0.75, 1.0]}})
+    assert re.search(
+        r"^\| DDP +\| +1.20 \(1.00 to 9.00\) \| +0.75 \(0.50 to 1.00\) \|", table, re.M
+    )
 
 
 def test_turns_change_who_comes_first():

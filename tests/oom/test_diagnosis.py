@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from lightning_memsave.core.technique import Row
 from lightning_memsave.oom.advice import RunFacts
 from lightning_memsave.oom.diagnosis import CAUSES, diagnose
 from lightning_memsave.oom.message import read_out_of_memory
@@ -152,6 +153,13 @@ def test_becomes_json():
     assert found["cause"] == "other_process"
     assert found["oom"]["processes"][0]["pid"] == 2493055
     assert set(found["shares"]) == {"allocated", "unallocated", "outside", "others", "free"}
+
+
+def test_evaluation_that_is_split_already_has_advice_that_can_be_typed():
+    rows = (Row("evaluation", "True", status="on"),)
+    run = RunFacts(has_memsave=True, rows=rows, is_evaluation=True, precision="bf16-mixed")
+    (advice,) = diagnose(read_out_of_memory(m.FULL), run=run).advice[:1]
+    assert "`compute_on_cpu=True`" in advice
 
 
 def test_does_not_advise_to_add_the_callback_that_is_there():
