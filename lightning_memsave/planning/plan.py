@@ -266,6 +266,8 @@ def plain(value: Any) -> Any:
         return found | {"init_args": {n: plain(v) for n, v in found["init_args"].items()}}
     if isinstance(value, tuple | list):
         return tuple(map(plain, value))
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 
