@@ -452,7 +452,8 @@ _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.opt
 def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Choose the fused kernels of the host, unless the user has chosen."""
     is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
-    if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
+    has_fused = type(optimizer) in _FUSED_ON_CPU or is_made_here(optimizer)
+    if has_fused and group.get("fused") is None and is_open:
         group["fused"] = True
 
 

@@ -23,6 +23,8 @@ from lightning_memsave import (
 )
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
+from lightning_memsave.techniques.named_optimizer.optimizers import OWN
+from lightning_memsave.techniques.optimizer_kinds import OTHER_NAMES
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import InAutocast, assert_same, clones
@@ -409,3 +411,7 @@ def test_settings_reach_the_optimizer(model):
     run(model, optimizer, range(1))
     schedule.step()
     assert first["betas"][0] != 0.5, "schedulers cycle it as that of AdamW"
+
+
+def test_messages_list_the_names():
+    assert tuple(OWN) == OTHER_NAMES

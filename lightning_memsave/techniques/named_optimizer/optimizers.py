@@ -36,7 +36,7 @@ def _part(cls: Any, group: Group, state: Any, **settings: Any) -> Optimizer:
     return double_of(plain, [{**known, **settings}], state)
 
 
-class MuonWithAdamW(Optimizer):
+class _MuonWithAdamW(Optimizer):
     """torch's Muon for some matrices and its AdamW for the rest, in the same groups.
 
     ``ns_eps`` is Muon's ``eps``; ``betas`` and ``eps`` are AdamW's. Learning rate and weight decay
@@ -132,7 +132,7 @@ class MuonWithAdamW(Optimizer):
         return {**super().__getstate__(), "matrices": self.matrices & own}
 
 
-class AdamWBf16State(AdamW):
+class _AdamWBf16State(AdamW):
     """torch's AdamW, which computes with moments that are kept in bfloat16."""
 
     memsave_state_like_weights = False
@@ -188,3 +188,8 @@ class AdamWBf16State(AdamW):
 def _is_fused(group: Group, param: Tensor) -> bool:
     is_open = not group.get("foreach") and group.get("fused") is not False
     return is_open and param.device.type in _FUSED_ON and param.is_floating_point()
+
+
+# Command lines offer every public optimizer class, and these are made of settings of ours only.
+_MuonWithAdamW.__name__, _AdamWBf16State.__name__ = "MuonWithAdamW", "AdamWBf16State"
+OWN: Mapping[str, type[Optimizer]] = {"muon": _MuonWithAdamW, "adamw_bf16_state": _AdamWBf16State}

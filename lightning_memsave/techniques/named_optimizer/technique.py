@@ -20,8 +20,8 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
-from lightning_memsave.techniques.named_optimizer.optimizers import AdamWBf16State, MuonWithAdamW
-from lightning_memsave.techniques.optimizer_kinds import OTHER_NAMES, wrapper_problems
+from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
+from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     double_of,
     show_steps,
@@ -30,9 +30,6 @@ from lightning_memsave.techniques.optimizer_step import (
 )
 from lightning_memsave.units import format_bytes
 
-_OWN: Mapping[str, type[Optimizer]] = dict(
-    zip(OTHER_NAMES, (MuonWithAdamW, AdamWBf16State), strict=True)
-)
 _OF_ADAM = ("betas", "eps", "fused", "foreach")
 _REFUSED_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 _EXAMPLE = 'Write for example `optimizer="torch.optim:NAdam"`.'
@@ -101,7 +98,7 @@ class NamedOptimizer(Technique[Optimizer]):
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
         """Convert a name or ``"package:Class"``; ``None`` for what is another technique's."""
-        is_own = isinstance(value, str) and (value in OTHER_NAMES or ":" in value)
+        is_own = isinstance(value, str) and (value in OWN or ":" in value)
         return cls(value) if is_own else value if isinstance(value, cls) else None
 
     def _problems(self) -> list[Problem]:
@@ -135,7 +132,7 @@ class NamedOptimizer(Technique[Optimizer]):
             why = "it has made steps already, and its state would be lost"
             fix = "Name the optimizer before the first step, or resume from a checkpoint."
             problems.append(Problem(f"`{name}` with state", why, fix))
-        if self.optimizer not in OTHER_NAMES:
+        if self.optimizer not in OWN:
             return problems
         given = [f for f in _REFUSED_FLAGS if any(group.get(f) for group in target.param_groups)]
         if given:
@@ -168,7 +165,7 @@ class NamedOptimizer(Technique[Optimizer]):
         before = _state_bytes_before(target)
         decays = any(group.get("weight_decay") for group in target.param_groups)
         is_lost = decays and "weight_decay" not in settings
-        is_similar = self.optimizer in OTHER_NAMES and isinstance(target, torch.optim.Adam)
+        is_similar = self.optimizer in OWN and isinstance(target, torch.optim.Adam)
         restore = _prepare_groups(target, settings, kwargs, _OF_ADAM if is_similar else ())
         make: Any = functools.partial(made, **_with_lr(made, kwargs, target.defaults.get("lr")))
         try:
@@ -178,7 +175,7 @@ class NamedOptimizer(Technique[Optimizer]):
             fix = "Use an optimizer that takes these parameters, or set `optimizer=None`."
             problem = Problem(f"`optimizer={self.optimizer!r}`", _said(error), fix)
             raise IncompatibleError(self.name, [problem]) from error
-        if isinstance(new, MuonWithAdamW):
+        if isinstance(new, _MuonWithAdamW):
             new.matrices = self._matrices()
         take_hooks(new, target)
         after = _state_bytes(make, new)
@@ -196,7 +193,7 @@ class NamedOptimizer(Technique[Optimizer]):
         return Handle(new, (change,), filter(None, (lost,)), [undo, show_steps(new)])
 
     def _describe(self, new: Optimizer) -> str:
-        if not isinstance(new, MuonWithAdamW):
+        if not isinstance(new, _MuonWithAdamW):
             return type(new).__name__
         params = [param for param in parameters_of(new) if param.requires_grad]
         num = len(new.matrices.intersection(params))
@@ -205,7 +202,7 @@ class NamedOptimizer(Technique[Optimizer]):
 
 def find_class(path: object) -> type[Optimizer] | Problem:
     """Find a class by its name, or by ``"package:Class"``; give what is wrong with that."""
-    if own := _OWN.get(path if isinstance(path, str) else ""):
+    if own := OWN.get(path if isinstance(path, str) else ""):
         return own
     what = f"`optimizer={path!r}`"
     where, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
@@ -304,7 +301,7 @@ def _state_bytes(make: Callable[[list[dict[str, Any]]], Optimizer], like: Optimi
         ]
         try:
             double = make(groups)
-            if isinstance(like, MuonWithAdamW) and isinstance(double, MuonWithAdamW):
+            if isinstance(like, _MuonWithAdamW) and isinstance(double, _MuonWithAdamW):
                 double.matrices = {empty[param] for param in like.matrices & empty.keys()}
             with torch.no_grad():
                 step_without_hooks(double)
