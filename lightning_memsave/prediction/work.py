@@ -102,7 +102,8 @@ class Work:
     ) -> str:
         """Say what a step of such a time, or from the least to the most, does per second.
 
-        The share of a GPU's dense peak is that of the FLOP of all but recomputation.
+        The share of a GPU's dense peak is that of the FLOP of forward and backward, without
+        recomputation and the optimizer's, as of Muon.
         """
         number, unit = (self.num_tokens, "tokens") if self.num_tokens else (0, "")
         if not number and in_samples:
@@ -122,7 +123,7 @@ class Work:
         return sum(
             count * kernel.flop / getattr(throughput, kernel.dtype, throughput.float32)
             for kernel, count in self.kernels
-            if kernel.flop and kernel.phase != "recomputation"
+            if kernel.phase in ("forward", "backward")
         )
 
     def __iter__(self) -> Iterator[tuple[Kernel, float]]:

@@ -218,7 +218,7 @@ class TestSpeed:
             (Kernel("forward", "product", "float32", 8_100, 1), 0.25e9),
             (Kernel("backward", "product", "float16", 65_000, 1), 0.75e9),
             (Kernel("recomputation", "product", "float32", 8_100, 1), 1e9),
-            (Kernel("optimizer", "elementwise", "float32", 0, 1), 1e9),
+            (Kernel("optimizer", "product", "float32", 8_100, 1), 1e9),
         ),
         num_samples=8,
         num_tokens=4096,

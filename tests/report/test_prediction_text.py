@@ -222,7 +222,7 @@ class TestFit:
         assert f"1GiB: {fit.note}." in text
 
     def test_says_how_fast_a_known_gpu_should_be(self):
-        """Half to twice the estimate, for which products reach 65 % of the peak; nothing exceeds it."""
+        """Half to twice the estimate, for which products reach 65 % of the peak."""
         products = Kernel("forward", "product", "float16", 65_000_000_000, 1)
         prediction = make_prediction(work=Work(((products, 100.0),), 8, 4096))
         fits = [prediction.fits(parse_gpu(name)) for name in ("T4", "16GiB")]

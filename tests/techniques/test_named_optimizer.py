@@ -401,6 +401,24 @@ class TestRefuses:
             NamedOptimizer("torch.optim:AdamW").apply(configured(model))
 
 
+def test_groups_that_come_later_are_as_those_of_the_configured_one(model):
+    optimizer = (
+        NamedOptimizer("muon", module=model)
+        .apply(
+            AdamW(
+                [model.head.weight, model.blocks[0].up.weight],
+                lr=0.5,
+                betas=BETAS,
+                weight_decay=0.2,
+            )
+        )
+        .target
+    )
+    optimizer.add_param_group({"params": [model.head.bias]})
+    group = optimizer.param_groups[1]
+    assert [group[key] for key in ("lr", "betas", "weight_decay")] == [0.5, BETAS, 0.2]
+
+
 def test_settings_reach_the_optimizer(model):
     kwargs = {"ns_steps": 3, "betas": [0.5, 0.9], "weight_decay": 0.2}
     optimizer = named(model, "muon", optimizer_kwargs=kwargs)

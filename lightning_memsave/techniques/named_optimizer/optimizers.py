@@ -71,7 +71,7 @@ class _MuonWithAdamW(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        dummy = nn.Parameter(torch.zeros(1, 1))
+        dummy = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         Muon([dummy], **of_muon, eps=ns_eps)  # they check what they are given
         AdamW([dummy], lr, betas, eps, weight_decay)
         super().__init__(params, {**of_muon, "ns_eps": ns_eps, "betas": betas, "eps": eps})

@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -166,8 +166,11 @@ class NamedOptimizer(Technique[Optimizer]):
         decays = any(group.get("weight_decay") for group in target.param_groups)
         is_lost = decays and "weight_decay" not in settings
         is_similar = self.optimizer in OWN and isinstance(target, torch.optim.Adam)
-        restore = _prepare_groups(target, settings, kwargs, _OF_ADAM if is_similar else ())
-        make: Any = functools.partial(made, **_with_lr(made, kwargs, target.defaults.get("lr")))
+        kept = {"lr", "weight_decay"} & settings.keys() | {*(_OF_ADAM if is_similar else ())}
+        kept -= kwargs.keys()
+        restore = _prepare_groups(target, settings, kept)
+        own = {name: value for name, value in target.defaults.items() if name in kept}
+        make: Any = functools.partial(made, **_known(made, own), **kwargs)
         try:
             new: Optimizer = make(target.param_groups)
         except Exception as error:
@@ -250,33 +253,28 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _with_lr(made: type[Optimizer], kwargs: Mapping[str, Any], lr: Any) -> dict[str, Any]:
-    takes_lr = lr is not None and "lr" in inspect.signature(made).parameters
-    return {**kwargs, "lr": lr} if takes_lr else dict(kwargs)
+def _known(made: type[Optimizer], settings: Mapping[str, Any]) -> dict[str, Any]:
+    names = inspect.signature(made).parameters
+    return {name: value for name, value in settings.items() if name in names}
 
 
 def _defaults_of(made: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Make the optimizer for one parameter, to see its settings."""
     with _disable_current_modes():
         param = nn.Parameter(torch.zeros(2, 2, device="cpu", dtype=torch.float32))
-        found: dict[str, Any] = made([param], **_with_lr(made, kwargs, 1e-3)).defaults
+        found: dict[str, Any] = made([param], **_known(made, {"lr": 1e-3}), **kwargs).defaults
     return found
 
 
 def _prepare_groups(
-    target: Optimizer,
-    settings: Mapping[str, Any],
-    kwargs: Mapping[str, Any],
-    more: Collection[str],
+    target: Optimizer, settings: Mapping[str, Any], kept: Set[str]
 ) -> Callable[[], None]:
     """Leave in groups what the new optimizer has, too; give what takes that back."""
     before = [(group, dict(group)) for group in target.param_groups]
-    kept = ({"lr", "weight_decay"} & settings.keys()) | (set(more) - kwargs.keys())
     usual = target.defaults.get("weight_decay")
     for group in target.param_groups:
-        if "weight_decay" in kwargs and group.get("weight_decay") == usual:
-            group.pop("weight_decay", None)
-        for key in target.defaults.keys() - kept:
+        is_own = "weight_decay" in settings and group.get("weight_decay") != usual
+        for key in target.defaults.keys() - kept - ({"weight_decay"} if is_own else set()):
             group.pop(key, None)
 
     def restore() -> None:
