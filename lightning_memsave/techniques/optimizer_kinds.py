@@ -118,6 +118,9 @@ def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "memsave_kind")
 
 
+STATE_KEYS = "memsave_state_keys"
+"""Attribute of what ``NamedOptimizer`` gives: the keys that states of parameters have after a step;
+empty if they are not known."""
 STATE_LIKE_WEIGHTS = "memsave_state_like_weights"
 """Attribute of classes of ``NamedOptimizer``: whether state has the type of the weights."""
 

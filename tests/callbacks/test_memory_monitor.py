@@ -553,7 +553,7 @@ def test_summary_says_how_fast_each_device_was():
 
 def test_tokens_per_second_of_a_fit(package):
     """On a CPU, of which no data sheet is known."""
-    ids = DataLoader(torch.randint(9, (8, 16)), batch_size=4)  # type: ignore[arg-type]
+    ids: Any = DataLoader(torch.randint(9, (8, 16)), batch_size=4)  # type: ignore[arg-type]
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 1))
 
     def training_step(self, batch, batch_idx):

@@ -126,7 +126,17 @@ def test_resumes_bit_for_bit(package, name, offload, tmp_path):
     assert_same(lit.state_dict(), weights)
 
 
-@pytest.mark.parametrize(("first", "second"), [("muon", None), (None, "muon"), ("8bit", "muon")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("muon", None),
+        (None, "muon"),
+        ("8bit", "muon"),
+        (None, "torch.optim:NAdam"),
+        ("8bit", "torch.optim:NAdam"),
+        ("muon", "adamw_bf16_state"),
+    ],
+)
 def test_checkpoints_of_another_optimizer_are_refused_before_the_first_step(
     first, second, tmp_path
 ):

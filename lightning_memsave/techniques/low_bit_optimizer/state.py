@@ -22,6 +22,7 @@ from lightning_memsave.techniques.optimizer_kinds import (
     KIND_BY_TYPE,
     KIND_BY_WORD,
     KINDS,
+    STATE_KEYS,
     Kind,
 )
 from lightning_memsave.techniques.optimizer_step import OWN_STATE
@@ -78,12 +79,13 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
 
 def _refuse_what_fails_in_a_step(state_dict: StateDict, target: torch.optim.Optimizer) -> None:
     kind = KIND_BY_TYPE.get(type(target))
-    if kind is None or not kind.has_step_tensor:
-        return
+    known: set[frozenset[str]] = vars(target).get(STATE_KEYS, set())
+    if kind is not None and kind.has_step_tensor:
+        known = {frozenset(kind.state_keys)}
     for group in state_dict["param_groups"]:
         for key in group["params"]:
             state = state_dict["state"].get(key)
-            if state and not state.keys() >= {*kind.state_keys}:
+            if state and known and not any(state.keys() >= keys for keys in known):
                 family = "Muon" if "ns_steps" in group else family_of(state, group)
                 raise IncompatibleError("optimizer", [_other_family(family, target)])
 

@@ -21,7 +21,7 @@ from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
-from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
+from lightning_memsave.techniques.optimizer_kinds import STATE_KEYS, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     double_of,
     show_steps,
@@ -162,7 +162,7 @@ class NamedOptimizer(Technique[Optimizer]):
             return Handle(target, (), (f"the optimizer is a `{made.__name__}` already",))
         kwargs, old_name = dict(self.optimizer_kwargs or {}), type(target).__name__
         settings = _defaults_of(made, kwargs)
-        before = _state_bytes_before(target)
+        before = _bytes_of(_state_before(target))
         decays = any(group.get("weight_decay") for group in target.param_groups)
         is_lost = decays and "weight_decay" not in settings
         is_similar = self.optimizer in OWN and isinstance(target, torch.optim.Adam)
@@ -181,7 +181,9 @@ class NamedOptimizer(Technique[Optimizer]):
         if isinstance(new, _MuonWithAdamW):
             new.matrices = self._matrices()
         take_hooks(new, target)
-        after = _state_bytes(make, new)
+        state = _state_after_a_step(make, new)
+        vars(new)[STATE_KEYS] = {frozenset(own) for own in (state or {}).values()}
+        after = _bytes_of(state)
         sizes = [format_bytes(size) for size in (before, after) if size is not None]
         change = f"{old_name} -> {self._describe(new)}"
         if after is not None:
@@ -285,8 +287,13 @@ def _prepare_groups(
     return restore
 
 
-def _state_bytes(make: Callable[[list[dict[str, Any]]], Optimizer], like: Optimizer) -> int | None:
-    """Count the state that a step makes, by one of parameters without data.
+State = Mapping[Any, Mapping[str, Any]]
+
+
+def _state_after_a_step(
+    make: Callable[[list[dict[str, Any]]], Optimizer], like: Optimizer
+) -> State | None:
+    """Give the state that a step makes, by one of parameters without data.
 
     ``None`` for an optimizer that needs values, as for ``item()``.
     """
@@ -305,15 +312,22 @@ def _state_bytes(make: Callable[[list[dict[str, Any]]], Optimizer], like: Optimi
                 step_without_hooks(double)
         except Exception:  # whatever needs data, or a kernel for it
             return None
-        values = [value for state in double.state.values() for value in state.values()]
-        storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
-        return sum(storage.nbytes() for storage in storages)
+        return double.state
 
 
-def _state_bytes_before(optimizer: Optimizer) -> int | None:
+def _state_before(optimizer: Optimizer) -> State | None:
     if not type(optimizer).__module__.startswith("torch.optim."):  # a step may change anything
         return None
-    return _state_bytes(lambda groups: double_of(optimizer, groups, defaultdict(dict)), optimizer)
+    return _state_after_a_step(
+        lambda groups: double_of(optimizer, groups, defaultdict(dict)), optimizer
+    )
+
+
+def _bytes_of(state: State | None) -> int | None:
+    if state is None:
+        return None
+    values = [value for own in state.values() for value in own.values()]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _without_data(param: torch.Tensor) -> nn.Parameter:
