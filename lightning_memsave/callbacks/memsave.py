@@ -72,8 +72,8 @@ class MemSaveCallback(CallbackBase):
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
             ``"every:k"``, the first m as a number, a share of them, or `ActivationCheckpointing`.
         optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, a
-            name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own; any other
-            optimizer as ``"package:Class"``, or `NamedOptimizer` with settings of its own.
+            name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own. Another
+            optimizer: ``"muon"``, ``"adamw_bf16_state"``, ``"package:Class"`` or `NamedOptimizer`.
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"halve"``, the presets' value, starts with the whole batch; when

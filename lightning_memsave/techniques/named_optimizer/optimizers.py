@@ -87,11 +87,8 @@ class _MuonWithAdamW(Optimizer):
         return loss
 
     def _parts(self, group: Group) -> list[Optimizer]:
-        chosen = [self._is_of_muon(param) for param in group["params"]]
-        matrices, rest = (
-            [p for p, is_chosen in zip(group["params"], chosen, strict=True) if is_chosen is wanted]
-            for wanted in (True, False)
-        )
+        matrices = [param for param in group["params"] if self._is_of_muon(param)]
+        rest = [param for param in group["params"] if not self._is_of_muon(param)]
         parts = []
         if matrices:
             settings = {"params": matrices, "eps": group["ns_eps"]}
