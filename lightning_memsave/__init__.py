@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.micro_batching.technique import (
         MicroBatching as MicroBatching,
     )
+    from lightning_memsave.techniques.named_optimizer.technique import (
+        NamedOptimizer as NamedOptimizer,
+    )
     from lightning_memsave.techniques.offloading.technique import Offloading as Offloading
     from lightning_memsave.techniques.optimizer_in_backward.technique import (
         OptimizerInBackward as OptimizerInBackward,
@@ -104,6 +107,7 @@ _MODULES = {
     "MemsaveWarning": "errors",
     "MicroBatching": "techniques.micro_batching.technique",
     "MissingDependencyError": "errors",
+    "NamedOptimizer": "techniques.named_optimizer.technique",
     "NoEffectWarning": "errors",
     "OOMObserver": "callbacks.oom_observer",
     "Offloading": "techniques.offloading.technique",

@@ -17,6 +17,7 @@ from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptim
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.helpers import MakeOptimizer, adamw, seed_torch
@@ -375,6 +376,10 @@ CASES: dict[str, Case] = {
     BlockMicroBatching.name: Case(variants=(BlockMicroBatching(6),), only_on=("still",)),
     LowBitOptimizer.name: Case(
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
+        loss_factor=1.05,
+    ),
+    NamedOptimizer.name: Case(
+        variants=(NamedOptimizer("adamw_bf16_state"),),  # the others are not AdamW
         loss_factor=1.05,
     ),
     Offloading.name: Case(

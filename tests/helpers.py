@@ -29,12 +29,13 @@ from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
 IN_CI = "MEMSAVE_CI" in os.environ
 """Whether `.ci/run` runs the tests, which installs the programs that they need."""
-OF_OPTIMIZER = (LowBitOptimizer, OptimizerInBackward)
+OF_OPTIMIZER = (LowBitOptimizer, NamedOptimizer, OptimizerInBackward)
 
 # What fits of small models do not need, by the name of the fixture that a test asks for it with.
 OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -238,7 +239,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def for_model(technique: Technique[Any], model: nn.Module) -> Technique[Any]:
     """Tell a technique whose parameters and modules it works with, where it asks for that."""
-    if isinstance(technique, LowBitOptimizer | MicroBatching):
+    if isinstance(technique, LowBitOptimizer | MicroBatching | NamedOptimizer):
         return dataclasses.replace(technique, module=model)
     return technique
 

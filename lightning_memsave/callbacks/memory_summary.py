@@ -93,6 +93,7 @@ class MemorySummary(JupyterMixin):
             ("time", f"{self.seconds:.1f} s"),
             ("steps", f"{self.num_steps} ({self.steps_per_second:.2f} per second)"),
             ("samples", f"{self.num_samples} ({self.samples_per_second:.1f} per second)"),
+            *self._speed(),
             *(("note", note) for note in self.notes),
         ]
 
@@ -117,6 +118,13 @@ class MemorySummary(JupyterMixin):
             size = self._beside(self.host_bytes or None, foreseen_bytes or None)
             rows.append(("on the host", size))
         return rows
+
+    def _speed(self) -> list[tuple[str, str]]:
+        if self.prediction is None or not self.num_steps or self.had_larger_batches:
+            return []
+        work, seconds = self.prediction.work, [self.seconds / self.num_steps]
+        speed = work.speed(seconds, work.throughput, in_samples=False)
+        return [("each device", speed)] if speed else []
 
     # What must be known to compare the two.
     def _limits(self) -> list[tuple[str, str]]:

@@ -29,6 +29,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import with_plan, with_preset
@@ -71,7 +72,8 @@ class MemSaveCallback(CallbackBase):
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
             ``"every:k"``, the first m as a number, a share of them, or `ActivationCheckpointing`.
         optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, a
-            name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own.
+            name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own. Another
+            optimizer: ``"muon"``, ``"adamw_bf16_state"``, ``"package:Class"`` or `NamedOptimizer`.
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"halve"``, the presets' value, starts with the whole batch; when
@@ -133,7 +135,7 @@ class MemSaveCallback(CallbackBase):
         self,
         activation_checkpointing: int | float | str | ActivationCheckpointing | None = "auto",
         *,
-        optimizer: str | LowBitOptimizer | None = "auto",
+        optimizer: str | LowBitOptimizer | NamedOptimizer | None = "auto",
         precision: int | str | None = "auto",
         micro_batch_size: int | str | MicroBatching | None = "auto",
         accumulate_grad_batches: int | None = None,

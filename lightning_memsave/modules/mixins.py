@@ -13,6 +13,7 @@ from lightning_memsave.core.patching import own, set_own
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.trainer.trainer import PACKAGES
 
 _Callback = MemSaveCallback | GPUMemoryMonitor
@@ -142,7 +143,7 @@ class LowBitOptimizerMixin(MemSaveMixin):
     """
 
     _memsave_setting = ("optimizer", "low_bit_optimizer")
-    low_bit_optimizer: str | LowBitOptimizer | None = "8bit"
+    low_bit_optimizer: str | LowBitOptimizer | NamedOptimizer | None = "8bit"
 
 
 class MemoryLoggingMixin(MemSaveMixin):

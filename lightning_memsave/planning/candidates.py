@@ -8,6 +8,7 @@ from lightning_memsave.core.technique import Exactness, Offer
 from lightning_memsave.explain.dominant_parts import dominant_embedding
 from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.registry import Entry, entries
 
 MICRO_BATCH, OFFLOAD = "micro_batch_size", "offload"
@@ -137,6 +138,8 @@ def _micro_batches(now: CurrentSettings, entry: Entry) -> list[Candidate]:
 def _optimizer(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     (offer,), found = entry.offers, _of_entry(now, entry)
     given = now.arguments.get(entry.argument)
+    if NamedOptimizer.from_value(given) is not None:  # what was asked for stays
+        return []
     given = offer.value if given in (None, "auto") else given
     technique = given if isinstance(given, LowBitOptimizer) else LowBitOptimizer(given)
     if now.embedding and not technique.force_8bit:

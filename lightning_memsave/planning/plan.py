@@ -213,7 +213,11 @@ class MemoryPlan(JupyterMixin):
 
     def _range(self) -> str:
         least_s, most_s = self.step_seconds(self.plan)
-        return f" ({least_s:.2g} to {most_s:.2g} s)" if most_s else ""
+        if not most_s:
+            return ""
+        work = None if self.plan.prediction is None else self.plan.prediction.work
+        speed = "" if work is None else work.speed((least_s, most_s), work.throughput)
+        return f" ({least_s:.2g} to {most_s:.2g} s){f': {speed}' if speed else ''}"
 
     def _second(self) -> str:
         assert self.runner_up is not None, "asked before"
@@ -266,6 +270,8 @@ def plain(value: Any) -> Any:
         return found | {"init_args": {n: plain(v) for n, v in found["init_args"].items()}}
     if isinstance(value, tuple | list):
         return tuple(map(plain, value))
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_memsave.core.clock import processor_time_s
@@ -236,6 +237,7 @@ def _predict(
     arguments, trainer_arguments, assumptions = simulated_arguments(step, package)
     accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
     callback = step.make_callback(**copy.deepcopy(arguments))
+    num_samples, num_tokens = _counts(batch)
     batch, rest_bytes, share = _first_micro_batches(batch, arguments)
     num_accumulated = arguments["accumulate_grad_batches"] or accumulated
     # At most two batches are simulated; the user's number is shown.
@@ -265,7 +267,12 @@ def _predict(
     with paged.looking():
         recording = simulate_steps(pl_module, batch, [callback], settings)
     factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
-    recording.work = recording.work.for_batches(factor)
+    recording.work = replace(
+        recording.work.for_batches(factor),
+        num_samples=num_samples * num_passed,
+        num_tokens=num_tokens * num_passed,
+        throughput=None if step.gpu is None else step.gpu.throughput,
+    )
     rows = [row for row in callback.rows if row.name != "evaluation"]  # it is not simulated
     has_buckets = fit.has_buckets and not _has_weights_on_host(rows, arguments)
     copied = gradient_bytes(inner_of(pl_module)) if has_buckets else {}
@@ -370,6 +377,17 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
         return batch, 0, 1.0
     first = split_samples(batch, num_first, shared)[0]
     return first, _num_bytes(batch) - _num_bytes(first), num_first / num_samples
+
+
+def _counts(batch: Any) -> tuple[int, int]:
+    """Count samples and tokens; 0 for what the batch does not show."""
+    try:
+        num_samples = count_samples(batch, find_shared_leaves(batch)[0])
+    except MemsaveError:  # it is not made of samples
+        return 0, 0
+    ids = [t for t in tensors_in(batch) if t.ndim == 2 and t.dtype in (torch.int32, torch.int64)]
+    found = (t.numel() for t in ids if t.shape[0] == num_samples and t.shape[1] > 1)
+    return num_samples, max(found, default=0)
 
 
 def _num_bytes(batch: Any) -> int:

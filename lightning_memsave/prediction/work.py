@@ -2,8 +2,8 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_memsave.core.memory import HOST, category_in_context, is_host, repeats_in_context
 from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.measure.storages import operands, storages_of
+from lightning_memsave.prediction.cuda.gpus import Throughput
 
 Kind = Literal[
     "product",
@@ -67,6 +68,12 @@ def launches_of(num_tensors: float) -> float:
 @dataclass(frozen=True, slots=True)
 class Work:
     kernels: tuple[tuple[Kernel, float], ...] = ()
+    num_samples: int = 0
+    """Of all batches of the step; 0 where they cannot be counted."""
+    num_tokens: int = 0
+    """Of integers of shape (samples, length) in them; 0 without such."""
+    throughput: Throughput | None = None
+    """Of the GPU, as its data sheet has it."""
 
     @property
     def num_launches(self) -> float:
@@ -78,9 +85,8 @@ class Work:
 
     def for_batches(self, factor: float) -> "Work":
         """Return the work of as many times the batches, with one update of the parameters."""
-        return Work(
-            tuple((k, n if k.phase == "optimizer" else n * factor) for k, n in self.kernels)
-        )
+        kernels = ((k, n if k.phase == "optimizer" else n * factor) for k, n in self.kernels)
+        return replace(self, kernels=tuple(kernels))
 
     def with_all_reduce(self, sizes: Mapping[str, int], world_size: int) -> "Work":
         """Add what DDP does with gradients, by module, once per step: in a ring."""
@@ -89,10 +95,46 @@ class Work:
             (Kernel("backward", "network", "", 0, int(share * size), 0, name), 1.0)
             for name, size in sizes.items()
         ]
-        return Work((*self.kernels, *found))
+        return replace(self, kernels=(*self.kernels, *found))
+
+    def speed(
+        self, seconds: Sequence[float], throughput: Throughput | None, *, in_samples: bool = True
+    ) -> str:
+        """Say what a step of such a time, or from the least to the most, does per second.
+
+        The share of a GPU's dense peak is that of the FLOP of forward and backward, without
+        recomputation and the optimizer's, as of Muon.
+        """
+        number, unit = (self.num_tokens, "tokens") if self.num_tokens else (0, "")
+        if not number and in_samples:
+            number, unit = self.num_samples, "samples"
+        light_s = 0.0 if throughput is None else self._light_seconds(throughput)
+        times = sorted(seconds, reverse=True)
+        if not times[-1]:
+            return ""
+        if len(times) > 1:  # an estimate, and no step is faster than the peak
+            times = [max(time, light_s) for time in times]
+        found = [f"{_range(number / s for s in times)} {unit} per second"] if number else []
+        if light_s:
+            found.append(f"{_range(100 * light_s / s for s in times)} % of the GPU's dense peak")
+        return ", ".join(found)
+
+    def _light_seconds(self, throughput: Throughput) -> float:
+        return sum(
+            count * kernel.flop / getattr(throughput, kernel.dtype, throughput.float32)
+            for kernel, count in self.kernels
+            if kernel.phase in ("forward", "backward")
+        )
 
     def __iter__(self) -> Iterator[tuple[Kernel, float]]:
         return iter(self.kernels)
+
+
+# Both ends of a range are rough, while what was measured is one number.
+def _range(numbers: Iterable[float]) -> str:
+    found = list(numbers)
+    figures = [float(f"{n:.2g}") for n in found] if len(found) > 1 else found
+    return " to ".join(f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in figures)
 
 
 class WorkCounter:

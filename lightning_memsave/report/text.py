@@ -8,6 +8,9 @@ from rich.text import Text
 
 from lightning_memsave.core.names import block_template
 from lightning_memsave.core.plain_text import as_plain_text, figure_table, print_to
+from lightning_memsave.planning.constants import LEVEL
+from lightning_memsave.planning.step_time import Rates, step_seconds
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import (
     GpuFit,
     MemoryPrediction,
@@ -32,7 +35,8 @@ def rich_prediction(
         parts.append([needed_memory(prediction)])
     if fits:
         notes = [Text(f"{fit.gpu.name}: {fit.note}.") for fit in fits if fit.note]
-        parts.append([gpu_table(fits), *notes])
+        speeds = [Text(line) for fit in fits if (line := _speed(prediction, fit.gpu))]
+        parts.append([gpu_table(fits), *notes, *speeds])
     parts.append([categories(prediction)])
     if prediction.modules:
         parts.append([module_tree(prediction.modules, max_depth=max_depth)])
@@ -61,6 +65,14 @@ def gpu_table(fits: Sequence[GpuFit]) -> Table:
         row = [*cells, *(format_bytes(figure) for figure in figures)]
         table.add_row(*(Text(cell) for cell in row), style=style)
     return table
+
+
+def _speed(prediction: MemoryPrediction, gpu: Gpu) -> str:
+    if gpu.throughput is None:
+        return ""
+    seconds = sum(step_seconds(prediction.work, Rates.of_gpu(gpu.throughput)).values())
+    speed = prediction.work.speed([factor * seconds for factor in LEVEL], gpu.throughput)
+    return speed and f"{gpu.name}: estimated {speed}."
 
 
 def variants_table(cases: Sequence[tuple[str, MemoryPrediction, Sequence[GpuFit]]]) -> Table:

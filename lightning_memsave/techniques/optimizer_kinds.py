@@ -66,6 +66,8 @@ KINDS: tuple[Kind, ...] = (
         {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
     ),
 )
+OTHER_NAMES = ("muon", "adamw_bf16_state")
+"""What ``NamedOptimizer`` makes, beside ``"package:Class"``."""
 KIND_BY_WORD = MappingProxyType({kind.word: kind for kind in KINDS})
 
 # Exact types: a subclass may compute something else.
@@ -114,6 +116,21 @@ def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer was made by ``LowBitOptimizer``."""
     return hasattr(optimizer, "memsave_kind")
+
+
+STATE_KEYS = "memsave_state_keys"
+"""Attribute of what ``NamedOptimizer`` gives: the keys that states of parameters have after a step;
+empty if they are not known."""
+STATE_LIKE_WEIGHTS = "memsave_state_like_weights"
+"""Attribute of classes of ``NamedOptimizer``: whether state has the type of the weights."""
+
+
+def is_made_here(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it is of one of the classes of ``NamedOptimizer``, which are made of torch's.
+
+    Their state begins as that of torch's optimizers does, and each parameter is updated alone.
+    """
+    return hasattr(optimizer, STATE_LIKE_WEIGHTS)
 
 
 def wrapper_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:

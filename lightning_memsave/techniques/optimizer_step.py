@@ -9,7 +9,7 @@ import functools
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,10 +23,16 @@ from torch.optim.optimizer import (
 
 from lightning_memsave.core.memory import host_copies, is_host
 from lightning_memsave.core.optimizers import parameters_of
-from lightning_memsave.core.patching import own, patch_method, previous_method, set_own
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    own,
+    patch_method,
+    previous_method,
+    set_own,
+)
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import undo_all
-from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit
+from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit, is_made_here
 
 OWN_STATE = (COMPENSATION, SEED) = ("compensation", "rounding_seed")
 """Keys of the state that rounded updates add to that of the optimizer."""
@@ -85,7 +91,9 @@ def own_step(optimizer: Optimizer, owner: StepOwner) -> Callable[[], None]:
     """Let a technique update some parameters of an optimizer; returns a function that ends it."""
     steps = _steps_of(optimizer)
     if not steps.owners:
-        steps.undo = [patch_method(optimizer, step), patch_method(optimizer, zero_grad)]
+        is_seen = is_patched_with(optimizer, step)
+        steps.undo = [] if is_seen else [patch_method(optimizer, step)]
+        steps.undo.append(patch_method(optimizer, zero_grad))
     steps.owners = sorted([*steps.owners, owner], key=lambda each: each.order)
 
     def undo() -> None:
@@ -110,9 +118,9 @@ def owners_of(optimizer: Optimizer) -> list[StepOwner]:
 
 def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
-    if not owners_of(self):  # after `undo`; a scheduler that wrapped the method may still call it
-        return previous_method(self, "step")(closure)
     self._opt_called = True  # type: ignore[attr-defined] # for schedulers
+    if not owners_of(self):  # also after `undo`: a scheduler that wrapped the method may call it
+        return previous_method(self, "step")(closure)
     return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
 
 
@@ -306,6 +314,17 @@ def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any
         vars(optimizer).update(hooks)
 
 
+def take_hooks(new: Optimizer, old: Optimizer) -> None:
+    """Let an optimizer call the step hooks of the one whose place it takes."""
+    for key in _HOOKS:
+        getattr(new, key).update(getattr(old, key))
+
+
+def show_steps(optimizer: Optimizer) -> Callable[[], None]:
+    """Let schedulers that were made for another optimizer see the steps of this one."""
+    return patch_method(optimizer, step)
+
+
 def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
     groups, steps = optimizer.param_groups, _steps_of(optimizer)
     group_index, index = steps.positions.get(id(param), (len(groups), 0))
@@ -324,6 +343,7 @@ def updates_each_alone(optimizer: Optimizer) -> bool:
     cls = type(optimizer)  # exact types: a subclass may couple parameters
     return (
         cls in _KNOWN
+        or is_made_here(optimizer)
         or is_low_bit(optimizer)
         or cls.__module__.startswith("bitsandbytes.optim.")
         or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
@@ -335,7 +355,8 @@ def allocates_all_state(optimizer: Optimizer) -> bool:
     if type(optimizer) is torch.optim.SGD:
         groups = optimizer.param_groups
         return all(g["momentum"] == 0 or g["dampening"] == 0 for g in groups)
-    is_known = is_low_bit(optimizer) or type(optimizer).__module__.startswith("torch.optim.")
+    is_ours = is_low_bit(optimizer) or is_made_here(optimizer)
+    is_known = is_ours or type(optimizer).__module__.startswith("torch.optim.")
     return is_known and updates_each_alone(optimizer)
 
 
@@ -385,9 +406,9 @@ def _allocate(
     elif type(optimizer) is torch.optim.Adafactor:
         # Its state has the type of the gradient, which is float32 where weights are rounded.
         if all(param.dtype is torch.float32 for param in stateless):
-            _initialize(optimizer, group, stateless)
-    elif type(optimizer).__module__.startswith("torch.optim."):
-        _initialize(optimizer, group, stateless)
+            initialize_state(optimizer, group, stateless)
+    elif is_made_here(optimizer) or type(optimizer).__module__.startswith("torch.optim."):
+        initialize_state(optimizer, group, stateless)
 
 
 def _allocate_low_bit(
@@ -412,8 +433,10 @@ def _allocate_momentum(
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
-# torch's optimizers call `_init_group` at the beginning of each step, with lists to fill.
-def _initialize(optimizer: Any, group: dict[str, Any], stateless: list[torch.Tensor]) -> None:
+def initialize_state(
+    optimizer: Any, group: Mapping[str, Any], stateless: list[torch.Tensor]
+) -> None:
+    """Do what torch's optimizers do at the beginning of each step, with lists to fill."""
     initialize = getattr(optimizer, "_init_group", None)
     if initialize is None:
         return
@@ -429,7 +452,8 @@ _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.opt
 def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Choose the fused kernels of the host, unless the user has chosen."""
     is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
-    if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
+    has_fused = type(optimizer) in _FUSED_ON_CPU or is_made_here(optimizer)
+    if has_fused and group.get("fused") is None and is_open:
         group["fused"] = True
 
 

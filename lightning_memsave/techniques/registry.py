@@ -16,6 +16,7 @@ from lightning_memsave.techniques.low_bit_optimizer.technique import (
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
@@ -114,6 +115,7 @@ def techniques() -> tuple[type[Technique[Any]], ...]:
     found = [entry.technique for entry in _ENTRIES if entry.technique is not None]
     # Of the argument of `MicroBatching`, applied to blocks that may be recomputed.
     found.insert(found.index(ActivationCheckpointing) + 1, BlockMicroBatching)
+    found.insert(found.index(LowBitOptimizer) + 1, NamedOptimizer)  # of the same argument
     return tuple(found)
 
 
@@ -140,7 +142,9 @@ def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in settings.items() if name not in _GONE}
     optimizer, patterns = settings.get("optimizer"), settings.get("force_8bit")
     if isinstance(optimizer, Mapping):
-        found["optimizer"] = LowBitOptimizer(**optimizer["init_args"])
+        is_named = optimizer["class_path"].endswith(NamedOptimizer.__name__)
+        made = NamedOptimizer if is_named else LowBitOptimizer
+        found["optimizer"] = made(**optimizer["init_args"])
     elif optimizer and patterns:  # before they were settings of `LowBitOptimizer`
         found["optimizer"] = LowBitOptimizer(optimizer, force_8bit=tuple(patterns))
     return found
@@ -149,7 +153,9 @@ def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def uses_blocks(settings: Mapping[str, Any]) -> bool:
     """Say whether `blocks` is used without checkpointing, too."""
     in_blocks = BlockMicroBatching.from_value(settings.get(MicroBatching.argument))
-    return bool(settings.get(Offloading.argument)) or in_blocks is not None
+    optimizer = settings.get(NamedOptimizer.argument)
+    is_muon = getattr(optimizer, NamedOptimizer.argument, optimizer) == "muon"
+    return bool(settings.get(Offloading.argument)) or in_blocks is not None or is_muon
 
 
 def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

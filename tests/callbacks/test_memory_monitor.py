@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 from csv import DictReader
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,9 @@ from lightning_memsave.errors import ConfigurationError, MissingDependencyError
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.prediction.cuda.gpus import parse_gpu
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.work import Kernel, Work
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.units import GIB, format_bytes
 from tests.callbacks import lit
@@ -533,6 +536,35 @@ def test_summary_on_a_terminal_is_a_table():
     for shown in ("3.00 GiB", "4 (2.00 per second)", "[why]", "[/]", "─"):
         assert shown in text
     assert "buffer" not in text
+
+
+def test_summary_says_how_fast_each_device_was():
+    """Measured; the FLOP and the tokens of a step are those of the prediction."""
+    products = Kernel("forward", "product", "float16", 65_000_000_000, 1)
+    work = Work(((products, 100.0),), 8, 4096, parse_gpu("T4").throughput)
+    prediction = MemoryPrediction("cuda", "Net", MemoryBreakdown(), {}, work=work)
+    summary = MemorySummary("T4", GIB, num_steps=4, seconds=2, prediction=prediction)
+    said = "8,192 tokens per second, 20 % of the GPU's dense peak"
+    assert f"\n  each device: {said}" in str(summary)
+    later = replace(summary, had_larger_batches=True)
+    assert "each device" not in str(later), "the prediction is of the first batch"
+    assert "each device" not in str(replace(summary, prediction=None))
+
+
+def test_tokens_per_second_of_a_fit(package):
+    """On a CPU, of which no data sheet is known."""
+    ids: Any = DataLoader(torch.randint(9, (8, 16)), batch_size=4)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch).mean()
+
+    module = lit.make_lit(package, model, training_step=training_step)
+    callback = MemSaveCallback(preset="off", report=False)
+    make_trainer(package, callback, max_steps=2, limit_val_batches=0).fit(module, ids)
+    (found,) = [value for name, value in callback.monitor.summary.rows() if name == "each device"]
+    rate = 4 * 16 * callback.monitor.summary.steps_per_second
+    assert found == (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}") + " tokens per second"
 
 
 def test_plot_shows_the_peaks_of_the_steps_and_the_prediction(package):

@@ -188,6 +188,8 @@ CASES: dict[str, Case] = {
         {"offload": "parameters", "optimizer": LowBitOptimizer("8bit", min_8bit_size=64)},
         AT_ONCE,
     ),
+    "muon": (lit, {"offload": "parameters", "optimizer": "muon"}, {}),
+    "bf16 state": (lit, {"offload": "parameters", "optimizer": "adamw_bf16_state"}, AT_ONCE),
     # Hooks turn off torch's fused layers, which round otherwise, in evaluations.
     "bf16": (
         lit,

@@ -13,6 +13,7 @@ from lightning_memsave import (
     LowBitOptimizer,
     MemSaveCallback,
     MicroBatching,
+    NamedOptimizer,
 )
 from lightning_memsave.cli import lightning_pytorch, pytorch_lightning
 from lightning_memsave.core.nested import split_samples
@@ -68,6 +69,7 @@ FLAGS: list[tuple[str, Any]] = [
     ("activation_checkpointing=every:2", "every:2"),
     ("activation_checkpointing=null", None),
     ("optimizer=paged_lion_8bit", "paged_lion_8bit"),
+    ("optimizer=torch.optim:NAdam", "torch.optim:NAdam"),
     ("optimizer=null", None),
     ("precision=bf16-mixed", "bf16-mixed"),
     ("precision=32", 32),
@@ -164,6 +166,18 @@ def test_flags_of_technique_objects(cli):
     assert callback.arguments["micro_batch_size"] == parts
 
 
+@every_cli
+def test_flags_of_a_named_optimizer(cli):
+    callback = from_flags(
+        cli,
+        "optimizer=lightning_memsave.NamedOptimizer",
+        "optimizer.optimizer=torch.optim:NAdam",
+        'optimizer.optimizer_kwargs={"betas": [0.9, 0.95]}',
+    )
+    technique = NamedOptimizer("torch.optim:NAdam", optimizer_kwargs={"betas": (0.9, 0.95)})
+    assert callback.arguments["optimizer"] == technique
+
+
 CONFIGS = {
     "values": r"""
         activation_checkpointing: 2
@@ -186,6 +200,14 @@ CONFIGS = {
         micro_batch_size:
           class_path: lightning_memsave.MicroBatching
           init_args: {micro_batch_size: 2, loss_weight: samples, split_batch: torch.split}
+""",
+    "a named optimizer": """
+        optimizer:
+          class_path: lightning_memsave.NamedOptimizer
+          init_args:
+            optimizer: muon
+            blocks: Block
+            optimizer_kwargs: {betas: [0.9, 0.95]}
 """,
     "micro-batches of blocks": """
         micro_batch_size:

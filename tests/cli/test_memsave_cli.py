@@ -159,7 +159,7 @@ class TestPrecision:
     ("flag", "message"),
     [
         ("precision=bf17", "`precision='bf17'` is not a precision that Lightning supports"),
-        ("optimizer=adamx_8bit", 'there is no such 8-bit optimizer. Did you mean "adam'),
+        ("optimizer=adamx_8bit", 'there is no such optimizer. Did you mean "adam'),
         ("accumulate_grad_batches=0", "Use `accumulate_grad_batches=4` for a step every four"),
         ("exactness=exact", "Expected a typing.Literal['bitwise', 'rounding', 'approximate']"),
         ("nonsense=1", "`nonsense` is not an argument of `MemSaveCallback`. Use `enabled`, `"),

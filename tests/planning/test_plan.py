@@ -8,8 +8,12 @@ import pytest
 
 from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.callbacks.settings import budget
+from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
+from lightning_memsave.prediction.cuda.gpus import parse_gpu
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
+from lightning_memsave.prediction.work import Kernel, Work
 from lightning_memsave.techniques.registry import entries, with_preset
 from lightning_memsave.units import GIB, MIB
 
@@ -50,6 +54,17 @@ def test_shows_the_frontier_the_call_and_the_next_best_plan():
     assert "attention" not in rest
     assert "not measured" in rest
     assert max(map(len, str(FOUND).splitlines())) <= 100
+
+
+def test_says_how_fast_the_plan_should_be():
+    products = Kernel("forward", "product", "float16", 65_000_000_000, 1)
+    work = Work(((products, 100.0),), 8, 4096, parse_gpu("T4").throughput)
+    predicted = MemoryPrediction("cuda", "Net", MemoryBreakdown(), {}, work=work)
+    found = replace(FOUND, plan=replace(MIDDLE, prediction=predicted))
+    (head, *_) = str(found).split("\n\n")
+    assert " ".join(head.split()).endswith(
+        "(0.44 to 2.2 s): 1,900 to 9,300 tokens per second, 4.5 to 23 % of the GPU's dense peak"
+    )
 
 
 def test_what_is_off_in_both_is_no_other_setting():

@@ -1,6 +1,7 @@
 """What a step asks of a device: each figure counted by hand."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_memsave import predict_memory
 from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.prediction.work import Kernel, WorkCounter
+from lightning_memsave.prediction.cuda.gpus import parse_gpu
+from lightning_memsave.prediction.work import Kernel, Work, WorkCounter
 
 
 class Counting(LiveTensors):
@@ -181,6 +183,87 @@ def test_all_batches_count_though_few_are_simulated(settings):
     found = flop_by_phase(**settings)
     assert found["forward"] == pytest.approx(whole * 6 * PRODUCT)
     assert found["backward"] == pytest.approx(whole * 11 * PRODUCT)
+
+
+T4 = parse_gpu("T4").throughput  # 8.1 TFLOP/s in float32 and bfloat16, 65 in float16
+IDS = torch.zeros(4, 32, dtype=torch.long)
+
+
+class _OfIds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor, weights: Tensor | None = None) -> Tensor:
+        return self.head(self.table(ids)).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "num_samples", "num_tokens"),
+    [
+        (_Net, torch.randn(8, 16), 8, 0),
+        (_OfIds, IDS, 4, 4 * 32),
+        (_OfIds, {"ids": IDS, "weights": torch.ones(4)}, 4, 4 * 32),
+        (_OfIds, IDS[:, :1], 4, 0),  # one class index each
+        (_OfIds, IDS[0], 32, 0),
+        (_OfIds, {"ids": IDS, "weights": torch.ones(3)}, 0, 0),
+    ],
+    ids=range(6),
+)
+def test_samples_and_tokens_are_those_of_the_batches_of_a_step(
+    model, batch, num_samples, num_tokens
+):
+    for settings, factor in (({}, 1), ({"accumulate_grad_batches": 3}, 3)):
+        work = predict_memory(model(), batch, settings=settings, device="cpu").work
+        assert (work.num_samples, work.num_tokens) == (factor * num_samples, factor * num_tokens)
+
+
+def test_micro_batches_leave_the_numbers_of_the_batch():
+    work = predict_memory(_OfIds(), IDS, settings={"micro_batch_size": 1}, device="cpu").work
+    assert (work.num_samples, work.num_tokens) == (4, 4 * 32)
+
+
+class TestSpeed:
+    """A second at the dense peak of a T4: 8.1 TFLOP in float32, or 65 in float16."""
+
+    work = Work(
+        (
+            (Kernel("forward", "product", "float32", 8_100, 1), 0.25e9),
+            (Kernel("backward", "product", "float16", 65_000, 1), 0.75e9),
+            (Kernel("recomputation", "product", "float32", 8_100, 1), 1e9),
+            (Kernel("optimizer", "product", "float32", 8_100, 1), 1e9),
+        ),
+        num_samples=8,
+        num_tokens=4096,
+    )
+
+    def test_one_time_gives_numbers_of_it(self):
+        assert (
+            self.work.speed([1.0], T4) == "4,096 tokens per second, 100 % of the GPU's dense peak"
+        )
+        assert self.work.speed([2.5], T4) == "1,638 tokens per second, 40 % of the GPU's dense peak"
+
+    def test_a_range_gives_two_figures_of_each_end(self):
+        found = self.work.speed((1.5, 6.0), T4)
+        assert found == "680 to 2,700 tokens per second, 17 to 67 % of the GPU's dense peak"
+
+    def test_without_tokens_it_counts_samples_unless_somebody_else_does(self):
+        work = replace(self.work, num_tokens=0)
+        assert work.speed([2.0], None) == "4 samples per second"
+        assert work.speed([2.0], T4, in_samples=False) == "50 % of the GPU's dense peak"
+
+    def test_nothing_is_said_of_what_is_not_known(self):
+        assert Work(self.work.kernels).speed([2.0], None) == ""
+        assert self.work.speed([0.0], T4) == ""
+
+    def test_a_prediction_knows_the_gpu_it_is_for(self):
+        prediction = predict_memory(_OfIds(), IDS, gpu="T4")
+        assert prediction.work.throughput == T4
+        assert predict_memory(_OfIds(), IDS, gpu="12GiB").work.throughput is None
+        # Of float32, the head's forward product and its two backward ones.
+        flop = 3 * 2 * IDS.numel() * 16 * 16
+        seconds = flop / 8.1e12
+        assert prediction.work.speed([seconds], T4).endswith(", 100 % of the GPU's dense peak")
 
 
 def test_products_of_low_precision_with_sums_in_float32():

@@ -18,6 +18,7 @@ from lightning_memsave.prediction.result import (
     ModuleMemory,
     TensorMemory,
 )
+from lightning_memsave.prediction.work import Kernel, Work
 from lightning_memsave.report.text import rich_prediction, show, variants_table
 from lightning_memsave.report.tree import module_tree
 from lightning_memsave.units import GIB, MIB
@@ -219,6 +220,16 @@ class TestFit:
         assert fit.note.startswith("barely")
         text = plain_prediction(make_prediction(), fits=[fit])
         assert f"1GiB: {fit.note}." in text
+
+    def test_says_how_fast_a_known_gpu_should_be(self):
+        """Half to twice the estimate, for which products reach 65 % of the peak."""
+        products = Kernel("forward", "product", "float16", 65_000_000_000, 1)
+        prediction = make_prediction(work=Work(((products, 100.0),), 8, 4096))
+        fits = [prediction.fits(parse_gpu(name)) for name in ("T4", "16GiB")]
+        text = " ".join(plain_prediction(prediction, fits=fits).split())
+        said = "estimated 13,000 to 41,000 tokens per second, 32 to 100 % of the GPU's dense peak"
+        assert f"T4: {said}." in text
+        assert text.count("tokens per second") == 1
 
     def test_settings_side_by_side(self):
         small = make_prediction(reserved_bytes=10 * MIB)

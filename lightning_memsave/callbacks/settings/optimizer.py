@@ -1,4 +1,4 @@
-"""`optimizer` of `MemSaveCallback`: state in 8 bits, also that of checkpoints."""
+"""`optimizer` of `MemSaveCallback`: state in 8 bits, also that of checkpoints; or another one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from lightning_memsave.core.patching import previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import trains_offloaded
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
 from lightning_memsave.trainer.trainer import convert_loaded_optimizer_states, unfreezes_later
@@ -22,7 +23,7 @@ _SLOW_ON_CPU = "its steps are slower on a CPU; `optimizer=None` leaves it out"
 
 
 class OptimizerSetting(OptimizerTechniqueSetting):
-    """State in 8 bits.
+    """State in 8 bits, or another optimizer.
 
     Checkpoints whose optimizer state has another format are converted when they are loaded, with
     and without a technique.
@@ -31,14 +32,22 @@ class OptimizerSetting(OptimizerTechniqueSetting):
     kind = LowBitOptimizer
     runs_in_stages = True
     shown = "optimizer"
-    technique: LowBitOptimizer
+    technique: LowBitOptimizer | NamedOptimizer
+
+    def read(self) -> LowBitOptimizer | NamedOptimizer | None:
+        named = NamedOptimizer.from_value(self.arguments[self.name])
+        if named is None:
+            return super().read()  # type: ignore[no-any-return]
+        blocks = self.arguments["blocks"] if named.blocks is None else named.blocks
+        return dataclasses.replace(named, blocks=blocks)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         self._convert_loaded_states(trainer)
         technique = self.technique
         saves_all = self.arguments["preset"] == "single_gpu"
         # Those that are unfrozen later count, too.
-        if not (self.is_asked or saves_all or unfreezes_later(trainer)):
+        is_left = not (self.is_asked or saves_all or unfreezes_later(trainer))
+        if is_left and isinstance(technique, LowBitOptimizer):
             least = _setting.SMALLEST_SAVING_BYTES
             technique = dataclasses.replace(technique, min_saved_bytes=least)
         self.enable(pl_module, technique)

@@ -34,7 +34,7 @@ from lightning_memsave.techniques.optimizer_kinds import (
     PAGED_STATES,
     Kind,
 )
-from lightning_memsave.techniques.optimizer_step import initialize
+from lightning_memsave.techniques.optimizer_step import initialize, take_hooks
 
 
 def update_all(optimizer: Any) -> None:
@@ -442,8 +442,7 @@ def build(
     new.min_8bit_size = min_8bit_size
     new.couples_weight_decay = kind.word == "adam"
     new.bits_by_param = dict(bits_by_param)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        getattr(new, hooks).update(getattr(optimizer, hooks))
+    take_hooks(new, optimizer)
     result: torch.optim.Optimizer = new
     return result
 

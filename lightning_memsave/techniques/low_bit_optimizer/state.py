@@ -22,6 +22,7 @@ from lightning_memsave.techniques.optimizer_kinds import (
     KIND_BY_TYPE,
     KIND_BY_WORD,
     KINDS,
+    STATE_KEYS,
     Kind,
 )
 from lightning_memsave.techniques.optimizer_step import OWN_STATE
@@ -53,6 +54,7 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
     check_rests(state_dict, target.param_groups)
     kind = _kind_of(target)
     if from_bitsandbytes == to_bitsandbytes and (not to_bitsandbytes or kind is None):
+        _refuse_what_fails_in_a_step(state_dict, target)
         return state_dict
     check_states(state_dict, target.param_groups)
     converted = {}
@@ -73,6 +75,19 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
     ):
         return state_dict
     return {**state_dict, "state": {**states, **converted}, "param_groups": filled}
+
+
+def _refuse_what_fails_in_a_step(state_dict: StateDict, target: torch.optim.Optimizer) -> None:
+    kind = KIND_BY_TYPE.get(type(target))
+    known: set[frozenset[str]] = vars(target).get(STATE_KEYS, set())
+    if kind is not None and kind.has_step_tensor:
+        known = {frozenset(kind.state_keys)}
+    for group in state_dict["param_groups"]:
+        for key in group["params"]:
+            state = state_dict["state"].get(key)
+            if state and known and not any(state.keys() >= keys for keys in known):
+                family = "Muon" if "ns_steps" in group else family_of(state, group)
+                raise IncompatibleError("optimizer", [_other_family(family, target)])
 
 
 def sharded_state_dict(optimizer: Any, state_dict: StateDict) -> StateDict:

@@ -29,6 +29,7 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
 )
 from lightning_memsave.techniques.optimizer_kinds import (
     KIND_BY_WORD,
+    OTHER_NAMES,
     Kind,
     find_kind,
     is_low_bit,
@@ -66,16 +67,17 @@ def problems_of_name(optimizer: object) -> list[Problem]:
         why = f"it is {what}, not a setting: the optimizer is the one of `configure_optimizers`"
         fix = 'Return it there, and use `optimizer="8bit"` for its 8-bit form, or `optimizer=None`.'
         return [Problem(f"`optimizer={cls.__name__}{'' if is_class else '(...)'}`", why, fix)]
-    what, choices = f"`optimizer={optimizer!r}`", ", ".join(f'"{name}"' for name in NAMES)
+    known = (*NAMES, *OTHER_NAMES)
+    what, choices = f"`optimizer={optimizer!r}`", ", ".join(f'"{name}"' for name in known)
     if optimizer == "paged_sgd_8bit":
         why, fix = "bitsandbytes has no paged SGD", 'Use "sgd_8bit".'
     else:
         why, fix = (
-            "there is no such 8-bit optimizer",
-            f"Choose one of {choices}, or `None` to keep yours.",
+            "there is no such optimizer",
+            f'Choose one of {choices}, "package:Class" for any other, or `None` to keep yours.',
         )
         spelled = str(optimizer).lower().replace("-", "_")
-        close = difflib.get_close_matches(spelled, NAMES, n=1)
+        close = difflib.get_close_matches(spelled, known, n=1)
         if close:
             fix = f'Did you mean "{close[0]}"? {fix}'
     return [Problem(what, why, fix)]

@@ -14,6 +14,7 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.low_precision_weights.fused_steps import is_fused, step_fused
+from lightning_memsave.techniques.optimizer_kinds import STATE_LIKE_WEIGHTS, is_made_here
 from lightning_memsave.techniques.optimizer_step import (
     COMPENSATION,
     OWN_STATE,
@@ -21,6 +22,7 @@ from lightning_memsave.techniques.optimizer_step import (
     StepOwner,
     bring,
     group_of,
+    initialize_state,
     own_step,
     owners_of,
 )
@@ -212,12 +214,15 @@ def _prepare_state(optimizer: Any, param: nn.Parameter) -> None:
         if getattr(optimizer, "is_paged", False):
             optimizer.prefetch_state(param)
     else:
+        if is_made_here(optimizer) and not state:  # it knows the parameter, not what stands in
+            initialize_state(optimizer, group_of(optimizer, param), [param])
         _widen_state(optimizer, param)
 
 
 def _widen_state(optimizer: Optimizer, param: nn.Parameter) -> None:
     state = optimizer.state[param]
-    if not type(optimizer).__module__.startswith(_TORCH):
+    is_of_torch = type(optimizer).__module__.startswith(_TORCH)
+    if not getattr(optimizer, STATE_LIKE_WEIGHTS, is_of_torch):
         return
     for key, value in state.items():
         if key not in OWN_STATE and isinstance(value, Tensor) and value.dtype is torch.bfloat16:

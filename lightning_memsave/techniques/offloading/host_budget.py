@@ -6,7 +6,6 @@ from typing import Any
 
 import psutil
 
-from lightning_memsave.core.technique import Technique
 from lightning_memsave.units import parse_bytes
 
 SMALLER_FORM = "in a smaller form: "
@@ -30,6 +29,6 @@ def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
     low = arguments.get("low_precision_weights")
     weight = 6 if getattr(low, "rounding", low) == "master" else 4
     optimizer = arguments.get("optimizer")
-    state = 2 if isinstance(optimizer, Technique) or "8bit" in str(optimizer) else 8
+    state = 2 if "8bit" in str(getattr(optimizer, "optimizer", optimizer)) else 8
     gradient = 0 if arguments.get("optimizer_in_backward") else 4
     return weight + state + gradient

@@ -1,0 +1,1 @@
+"""Another optimizer, by its name, for the groups of the configured one."""
