@@ -40,13 +40,7 @@ def lock_state(state: dict[str, Any], memory: HostMemory) -> None:
 
 
 class DeviceTiles:
-    """Room on the device for tiles, of which one is updated while others come and go.
-
-    Args:
-        optimizer: One for which `is_updated_in_tiles` is true.
-        params: Parameters that it updates in tiles.
-        device: Where their tiles are updated.
-    """
+    """Room on the device for tiles, of which one is updated while others come and go."""
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor], device: torch.device) -> None:
         sizes = [(_tile_numel(p.numel(), is_8bit=optimizer.uses_8bit(p)), p) for p in params]
