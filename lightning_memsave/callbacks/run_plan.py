@@ -17,7 +17,8 @@ from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, InfeasiblePlanError, MemsaveError, Problem
 from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.plan import MemoryPlan
-from lightning_memsave.planning.search import PlanSearch, search_for
+from lightning_memsave.planning.plan_step import search_for
+from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.what_if import what_if_of

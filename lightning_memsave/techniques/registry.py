@@ -17,6 +17,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import LowPrec
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.offloading.weights import AUTO
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
 
@@ -175,8 +176,13 @@ def forms_on_host(
             yield dict(form)
 
 
+def leaves_open(value: Any) -> bool:
+    """Say whether a plan decides on a value: what it is, or how many blocks stay on the device."""
+    return value == "auto" or getattr(value, "resident", None) == AUTO
+
+
 def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
+    open_arguments = [e.argument for e in _ENTRIES if leaves_open(arguments[e.argument])]
     values = {name: settings.get(name) for name in open_arguments}
     values |= {name: "auto" for name in (MicroBatching.argument,) if name in values}
     values |= unused_details({**arguments, **values}, open_arguments)

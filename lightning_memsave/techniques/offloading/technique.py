@@ -73,7 +73,7 @@ class OffloadingHandle(Handle[nn.Module]):
             self.residence.wait()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Offloading(Technique[nn.Module]):
     """Keep what a training step does not need at once in the memory of the host.
 
