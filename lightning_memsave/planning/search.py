@@ -345,6 +345,7 @@ class PlanSearch:
                 c.variant.rank,
                 c.variant.is_offloaded,
                 c.seconds,
+                -c.num_resident,
                 self._bytes(c),
             ),
         )

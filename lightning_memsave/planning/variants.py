@@ -492,7 +492,7 @@ class Variants:
         if plain is None or not (number := self.num_blocks):
             return None
         (needed, seconds), (most, least_s) = variant.estimate([]), plain.estimate([])
-        each = max(1, (most - needed) // number), (least_s - seconds) / number
+        each = max(1, (most - needed) // number), min(0.0, (least_s - seconds) / number)
         return Resident(number, self._block_on_host(variant.changes), each)
 
     def _block_on_host(self, changes: Mapping[str, Any]) -> int:
