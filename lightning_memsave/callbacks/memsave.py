@@ -241,14 +241,15 @@ class MemSaveCallback(CallbackBase):
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
         self._user = id(trainer)
+        if not is_fit:
+            return
         if apply is not None:
             function = functools.partial(apply, trainer, pl_module)
             self._undo_setup.append(before_strategy_setup(trainer, function))
-        elif is_fit:
+        else:
             self._undo_setup += self._prediction.setup(trainer)
-        if is_fit:
-            with self._settings.undone_on_error():
-                self._measure(trainer, pl_module)
+        with self._settings.undone_on_error():
+            self._measure(trainer, pl_module)
 
     def _measure(self, trainer: Any, pl_module: Any) -> None:
         own = first_of(trainer, GPUMemoryMonitor)
@@ -293,7 +294,6 @@ class MemSaveCallback(CallbackBase):
         if problems := self._settings.apply(trainer, pl_module, True):
             raise IncompatibleError(type(self).__name__, problems)
 
-    # At the same time, for the same reasons.
     def _fill_device(self, trainer: Any, pl_module: Any) -> None:
         from lightning_memsave.callbacks.run_plan import fill_device
 

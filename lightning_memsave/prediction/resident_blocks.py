@@ -12,7 +12,7 @@ from lightning_memsave.prediction.training_step import TrainingStep
 from lightning_memsave.prediction.user_code import build_without_data
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.offloading.weights import AUTO
-from lightning_memsave.techniques.registry import unused_details, with_preset
+from lightning_memsave.techniques.registry import unused_details
 from lightning_memsave.units import format_bytes
 
 _MOST = 8
@@ -48,9 +48,9 @@ def fill(
 
     def filled(number: int | None, note: str = "") -> Filled:
         value = None if number is None else replace(offload, resident=number)
-        settings = {**step.settings, Offloading.argument: value}
-        unused = {} if value else unused_details(with_preset(settings), [Offloading.argument])
-        settings = {Offloading.argument: value, **unused}
+        settings = {Offloading.argument: value}
+        off = unused_details({**step.effective_settings, **settings}, settings)
+        settings |= {name: None for name in off if value is None}
         return Filled(settings, predict(step.with_settings(settings)), f"{room_text}: {note}")
 
     plain = filled(None, "everything fits the device")
