@@ -129,19 +129,36 @@ class BlockCosts:
         """Of the device's allocator and context."""
 
     def peak_and_seconds(self, kinds: Sequence[str], num_resident: int = 0) -> tuple[int, float]:
-        costs = [self._costs[key] for key in self._keys(kinds, num_resident)]
-        level = peak = self._resident_bytes + sum(cost.resident_bytes for cost in costs)
+        keys = self._keys(kinds, num_resident)
+        costs = [*enumerate(self._costs[key] for key in keys)]
+        level = peak = self._resident_bytes + sum(cost.resident_bytes for _, cost in costs)
         for part in self._parts:
             if part.is_pass:
-                for cost in costs if part.phase == "forward" else reversed(costs):
+                is_forward, shifts = part.phase == "forward", self._shifts(keys, part.number)
+                for index, cost in costs if is_forward else reversed(costs):
                     if part.number < len(cost.visits):
                         change, excess = cost.visits[part.number]
-                        peak = max(peak, level + excess)
-                        level += change
+                        shift = shifts.get(index, 0)
+                        peak = max(peak, level + excess + (0 if is_forward else shift))
+                        level += change + shift
             else:
                 peak = max(peak, level + part.visit.excess)
-                level += part.visit.change + sum(cost.own[part.number] for cost in costs)
+                level += part.visit.change + sum(cost.own[part.number] for _, cost in costs)
         return peak, sum(self.seconds_by_phase(kinds, num_resident).values())
+
+    # While a block computes, what the one before it saved leaves, and comes back in backward: in the
+    # recorded steps as much as its own. The first block has none before it.
+    def _shifts(self, keys: Sequence[tuple[int, _Place, str]], number: int) -> dict[int, int]:
+        def saved(run: int, kind: str) -> int:
+            ends = (self._costs[run, place, kind].visits for place in ("first", "between"))
+            first, between = (v[number].change if number < len(v) else 0 for v in ends)
+            return first - between
+
+        return {
+            index: saved(run, kind) - saved(run, before)
+            for index, ((_, _, before), (run, place, kind)) in enumerate(pairwise(keys), 1)
+            if kind != before and place in ("between", "last")
+        }
 
     def held_bytes(self, kinds: Sequence[str]) -> int:
         """Estimate the bytes of live tensors at the start of a step."""
@@ -325,7 +342,8 @@ def _smoothed(places: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, s
             yield phase, name
 
 
-# Of a run of equal blocks so many are recorded, in this order.
+# Of a run of equal blocks so many are recorded, in this order; beside others on the host, the last
+# one is on the device.
 _RECORDED = ("nested", "full", "selective", KEEP)
 
 
@@ -343,7 +361,7 @@ class RecordedBlocks:
     def most_resident(self) -> int:
         """How many blocks may stay on the device: those of the last run, but for its ends.
 
-        Of fewer than four blocks one step does not show all places.
+        Of fewer blocks than are recorded one step does not show all places.
         """
         number = len(self.runs[-1]) if self.runs else 0
         return number - 2 if number >= len(_RECORDED) else 0

@@ -428,6 +428,7 @@ class PlanSearch:
         try:
             while True:
                 able = [c for c in self._candidates if c.variant.moves_weights]
+                able = [c for c in able if not c.num_resident]  # all weights decide on the form
                 fitting = [c for c in able if self._bytes(c, RESERVE) <= room]
                 if fitting:
                     least = min(fitting, key=self._host_bytes)

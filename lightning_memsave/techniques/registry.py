@@ -176,6 +176,9 @@ def forms_on_host(
             yield dict(form)
 
 
+_NOT_NEEDED = "the plan fits the device without it"
+
+
 def leaves_open(value: Any) -> bool:
     """Say whether a plan decides on a value: what it is, or how many blocks stay on the device."""
     return value == "auto" or getattr(value, "resident", None) == AUTO
@@ -188,6 +191,7 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     values |= unused_details({**arguments, **values}, open_arguments)
     # What is on in a plan is applied or refused: without it the plan would not hold.
     left_out = {name: "" for name, value in values.items() if value in (None, "auto")}
+    left_out |= {name: _NOT_NEEDED for name in left_out if arguments[name] != "auto"}
     return {**arguments, **values, "from_preset": left_out}
 
 
