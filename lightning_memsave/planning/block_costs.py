@@ -146,8 +146,8 @@ class BlockCosts:
                 level += part.visit.change + sum(cost.own[part.number] for _, cost in costs)
         return peak, sum(self.seconds_by_phase(kinds, num_resident).values())
 
-    # While a block computes, what the one before it saved leaves, and comes back in backward: in the
-    # recorded steps as much as its own. The first block has none before it.
+    # While a block computes, what the one before it saved leaves, and comes back in backward: as
+    # much as its own in the recorded steps. The first block has none before it.
     def _shifts(self, keys: Sequence[tuple[int, _Place, str]], number: int) -> dict[int, int]:
         def saved(run: int, kind: str) -> int:
             ends = (self._costs[run, place, kind].visits for place in ("first", "between"))
