@@ -14,7 +14,7 @@ from lightning_memsave.planning.candidates import (
     Candidate,
     advised_against,
 )
-from lightning_memsave.planning.constants import MOST_STEPS, NEAR, STEP
+from lightning_memsave.planning.constants import EQUALLY_FAST, MOST_STEPS, NEAR, STEP
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -82,11 +82,13 @@ class Variant:
         kept = [KEEP] * num_blocks
         if KEEP not in self.shown:
             return False
-        needed, _ = self.estimate(kept)
+        needed, seconds = self.estimate(kept)
         fits = self.host_bytes(kept) <= host_budget_bytes * (1 - NEAR)
         fits = fits and needed <= room * (1 - NEAR) < math.inf
-        is_slow = self.estimate(kept, self.most_resident)[1] >= slowest_s
-        return is_slow or (fits and least in self.shown)
+        least_s = self.estimate(kept, self.most_resident)[1]
+        # Where copies take longer than what they hide behind, less to copy may be faster.
+        is_hidden = seconds <= least_s * (1 + EQUALLY_FAST)
+        return least_s >= slowest_s or (fits and is_hidden and least in self.shown)
 
     def host_bytes(self, kinds: Sequence[str], num_resident: int = 0) -> int:
         weights = self.weights_on_host

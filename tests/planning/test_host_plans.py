@@ -257,14 +257,13 @@ def test_when_time_is_over_the_best_so_far_is_the_plan():
 
 
 def test_estimates_say_what_the_host_needs_too():
-    num_bytes = 16 * sum(parameter.numel() for parameter in model().parameters())
-    found = PlanSearch(copy.copy(recorded())).find(budget_of(0.4))
-    moved = [p for p in found.frontier if p.settings["offload"] not in (None, "activations")]
+    variants = copy.copy(recorded())
+    found = PlanSearch(variants).find(budget_of(0.4))
+    moved = [p for p in found.frontier if "parameters" in str(p.settings["offload"])]
     assert {plan.is_verified for plan in moved} == {False, True}
-    blocks = [getattr(plan.settings["offload"], "resident", 0) for plan in moved]
-    for plan, number in zip(moved, blocks, strict=True):
-        expected = num_bytes - number * block_on_host()
-        assert plan.host_bytes == pytest.approx(expected, abs=0.1 * num_bytes)
+    for plan in (moved[0], moved[-1]):
+        whole = variants.what_if.predict(plan.settings)
+        assert plan.host_bytes == pytest.approx(whole.peak.host_bytes, abs=8 * MIB)
 
 
 def test_no_more_is_recorded_than_tells_enough():
@@ -278,7 +277,10 @@ def test_no_more_is_recorded_than_tells_enough():
 
     assert shown(MIB) == {least}
     assert shown(room, slowest_s=0.0) == {"keep"}
+    variants.rates = replace(RATES, host_bytes=100 * RATES.host_bytes)
     assert shown(room) == {least, "keep"}
+    variants.rates = RATES
+    assert not shown(room)  # to copy less may be faster
     assert not variants.is_cut_short
     assert not shown(budget_of(0.7))
 
