@@ -118,6 +118,7 @@ def test_a_plan_fills_the_device_with_blocks():
     none = changes | {"offload": replace(changes["offload"], resident=0)}
     least = variants.what_if.predict(none)
     assert least.device_bytes < found.device_bytes
+    assert found.prediction is not None
     assert variants.seconds(found.prediction) < variants.seconds(least)
 
 
