@@ -300,7 +300,7 @@ class MemSaveCallback(CallbackBase):
         chosen, note = fill_device(trainer, MemSaveCallback, self.arguments)
         arguments = self.arguments | chosen
         self._use(make_settings(type(self).__name__, arguments), with_preset(arguments))
-        self._settings.find(OffloadSetting).note = note
+        self._settings.find(OffloadSetting).explain(note)
         if problems := self._settings.apply(trainer, pl_module, True):
             raise IncompatibleError(type(self).__name__, problems)
 

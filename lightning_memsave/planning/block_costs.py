@@ -414,8 +414,7 @@ class RecordedBlocks:
     ) -> Iterator[tuple[frozenset[str], BlockCosts]]:
         """Record a few steps, one after the other, beginning with some kinds.
 
-        Yields:
-            The kinds that are known by then, or none of them if all are, and what blocks cost.
+        Each time, give the kinds that are known by then, or none if all are, and their costs.
         """
         ways = [*enumerate(self.assignments(by_place=by_place))]
         ways.sort(key=lambda way: [*first, way[1][0]].index(way[1][0]) if first else 0)

@@ -21,13 +21,7 @@ _MOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What of a step is on the host where the device is filled.
-
-    Args:
-        settings: Those that take the place of the step's.
-        prediction: Of the step with them.
-        note: What was chosen, in words.
-    """
+    """What takes the place of a step's settings, its prediction, and the choice in words."""
 
     settings: dict[str, Any]
     prediction: MemoryPrediction

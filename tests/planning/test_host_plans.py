@@ -278,10 +278,7 @@ def test_no_more_is_recorded_than_tells_enough():
 
     assert shown(MIB) == {least}
     assert shown(room, slowest_s=0.0) == {"keep"}
-    variants.rates = replace(RATES, host_bytes=100 * RATES.host_bytes)
-    assert shown(room) == {least, "keep"}
-    variants.rates = RATES
-    assert not shown(room)  # to copy less may be faster
+    assert not shown(room)  # copies are not hidden, and to copy less may be faster
     assert not variants.is_cut_short
     assert not shown(budget_of(0.7))
 

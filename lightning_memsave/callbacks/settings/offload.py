@@ -75,10 +75,9 @@ class OffloadSetting(ModuleSetting):
         named = settings_of(technique) if isinstance(given, Offloading) else {}
         return dataclasses.replace(technique, **{n: v for n, v in known.items() if n not in named})
 
-    def stay_off(self, trainer: Any, pl_module: Any) -> None:
-        """Say why, also where a prediction has found that everything fits the device."""
-        self.off_reason = self.off_reason or self.note
-        super().stay_off(trainer, pl_module)
+    def explain(self, note: str) -> None:
+        """Note how many blocks were chosen to stay on the device, or that nothing else waits."""
+        self.note, self.off_reason = note, self.off_reason or note
 
     def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         limit = exactness_limit(self.arguments)
