@@ -80,11 +80,11 @@ class PlanSearch:
 
     def _fastest_of_all(self, room: int) -> Estimate | None:
         self._prepare()
-        if (limit_s := self._slower_s(room)) is not None:
+        if self._slower_s(room) is not None:
             for variant in self._variants.in_parts():
                 self._add(variant)
-            limit_s = self._slower_s(room)
-        if limit_s is not None:
+        limit_s = self._slower_s(room)
+        if limit_s is not None and limit_s < math.inf:
             self._variants.slowest_s = limit_s
             self._look_on_host(room, limit_s)
         best = self._fastest_that_fits(room)
@@ -92,11 +92,12 @@ class PlanSearch:
             return self._fastest(self._candidates, room, RESERVE)
         return best
 
-    # Of the fastest that is estimated to fit, if there is one and others are faster.
+    # Of the fastest that is estimated to fit, if others are faster; infinite if none fits.
     def _slower_s(self, room: int) -> float | None:
         best = self._fastest(self._candidates, room, RESERVE)
         limit_s = self._quickest_s * (1 + EQUALLY_FAST)
-        return None if best is None or best.seconds <= limit_s else best.seconds
+        fastest_s = math.inf if best is None else best.seconds
+        return fastest_s if fastest_s > limit_s else None
 
     def _fastest_that_fits(self, room: int) -> Estimate | None:
         """Estimate, verify and correct, until the plan that is wanted is known to fit."""
