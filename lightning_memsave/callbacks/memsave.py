@@ -18,7 +18,7 @@ from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSett
 from lightning_memsave.callbacks.settings.names import known_names_only
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
-from lightning_memsave.callbacks.settings.setting import warn
+from lightning_memsave.callbacks.settings.setting import Settings, warn
 from lightning_memsave.callbacks.start_advice import add_start_advice, describe_open_window
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.technique import Row, undo_all
@@ -32,7 +32,7 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import with_plan, with_preset
+from lightning_memsave.techniques.registry import leaves_open, with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.distributed import problems_of_batches
 from lightning_memsave.trainer.failures import attempted, say
@@ -231,31 +231,27 @@ class MemSaveCallback(CallbackBase):
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
         self._ranks = watch_ranks(trainer) if is_fit and trainer.world_size > 1 else None
-        self.plan = None if is_fit else self.plan
-        is_planned = is_fit and self.arguments["budget"] is not None
-        found = host_form(self.arguments, trainer, pl_module) if is_fit and not is_planned else None
+        apply = self._decide_late() if is_fit else None
+        found = host_form(self.arguments, trainer, pl_module) if is_fit else None
         if found is not None:
-            size = self._micro_batches.size
-            self._settings, self._in_force = found
-            self._micro_batches.size = size
-        given = self.arguments if is_planned else self._in_force  # a plan may switch all on
-        used = [n for n, v in given.items() if is_planned or (v is not None and v is not False)]
-        if not (problems := check_names(trainer, used)):
-            if is_planned:
+            self._use(*found)
+        if not (problems := check_names(trainer, self._used(apply))):
+            if apply == self._apply_plan:
                 problems = self._budget.check(trainer, pl_module)
-            else:
+            elif apply is None:
                 problems = self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
         self._user = id(trainer)
-        if is_planned:
-            function = functools.partial(self._apply_plan, trainer, pl_module)
+        if not is_fit:
+            return
+        if apply is not None:
+            function = functools.partial(apply, trainer, pl_module)
             self._undo_setup.append(before_strategy_setup(trainer, function))
-        elif is_fit:
+        else:
             self._undo_setup += self._prediction.setup(trainer)
-        if is_fit:
-            with self._settings.undone_on_error():
-                self._measure(trainer, pl_module)
+        with self._settings.undone_on_error():
+            self._measure(trainer, pl_module)
 
     def _measure(self, trainer: Any, pl_module: Any) -> None:
         own = first_of(trainer, GPUMemoryMonitor)
@@ -264,6 +260,24 @@ class MemSaveCallback(CallbackBase):
         self._undo_setup.append(put_first(trainer, self, *added))
         for monitor in added:  # the hook that is running does not know of it
             monitor.setup(trainer, pl_module, "fit")
+
+    def _use(self, settings: Settings, in_force: Mapping[str, Any]) -> None:
+        size = self._micro_batches.size
+        self._settings, self._in_force = settings, in_force
+        self._micro_batches.size = size
+
+    def _used(self, apply: object) -> list[str]:
+        if apply == self._apply_plan:  # which may switch all on
+            return [*self.arguments]
+        return [n for n, v in self._in_force.items() if v is not None and v is not False]
+
+    # What chooses settings when the first batch is there.
+    def _decide_late(self) -> Callable[[Any, Any], None] | None:
+        self.plan = None
+        if self.arguments["budget"] is not None:
+            return self._apply_plan
+        offload = with_preset(self.arguments)[OffloadSetting.name]
+        return self._fill_device if leaves_open(offload) else None
 
     # The first batch decides, and optimizers and precision are not set up yet.
     def _apply_plan(self, trainer: Any, pl_module: Any) -> None:
@@ -279,6 +293,16 @@ class MemSaveCallback(CallbackBase):
         if self._micro_batches.is_auto:
             needed = None if self.plan.frontier else size  # of the checkpoint
             self._micro_batches.plan(chosen.get("micro_batch_size"), needed)
+        if problems := self._settings.apply(trainer, pl_module, True):
+            raise IncompatibleError(type(self).__name__, problems)
+
+    def _fill_device(self, trainer: Any, pl_module: Any) -> None:
+        from lightning_memsave.callbacks.run_plan import fill_device
+
+        chosen, note = fill_device(trainer, MemSaveCallback, self.arguments)
+        arguments = self.arguments | chosen
+        self._use(make_settings(type(self).__name__, arguments), with_preset(arguments))
+        self._settings.find(OffloadSetting).explain(note)
         if problems := self._settings.apply(trainer, pl_module, True):
             raise IncompatibleError(type(self).__name__, problems)
 

@@ -1,5 +1,6 @@
 """The plan that a run makes for its budget, from its first batch, before anything is set up."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +16,14 @@ from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSett
 from lightning_memsave.callbacks.settings.setting import Arguments
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, InfeasiblePlanError, MemsaveError, Problem
-from lightning_memsave.planning.budget import read_budget
+from lightning_memsave.planning.budget import margin_of, read_budget
 from lightning_memsave.planning.plan import MemoryPlan
-from lightning_memsave.planning.search import PlanSearch, search_for
+from lightning_memsave.planning.plan_step import search_for
+from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
+from lightning_memsave.prediction.predict import predict
+from lightning_memsave.prediction.resident_blocks import fill
 from lightning_memsave.prediction.what_if import what_if_of
 from lightning_memsave.techniques.registry import entries, values_of
 from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
@@ -34,15 +38,41 @@ def plan_fit(
     trainer: Any, make_callback: Callable[..., Any], arguments: Arguments, saved: MemoryPlan | None
 ) -> MemoryPlan:
     """Plan a fit, on rank zero, for all ranks."""
+    plan = functools.partial(_plan, trainer, make_callback, arguments, saved)
+    found: MemoryPlan = _of_first_batch(trainer, arguments, plan)
+    return found
+
+
+def fill_device(
+    trainer: Any, make_callback: Callable[..., Any], arguments: Arguments
+) -> tuple[dict[str, Any], str]:
+    """Choose on rank zero how many blocks stay on the device; give the settings, and a note."""
+
+    def choose(batch: Any) -> tuple[dict[str, Any], str]:
+        device, pl_module = trainer.strategy.root_device, trainer.lightning_module
+        room = _free_bytes(device)
+        room -= margin_of(room, device.type)
+        step = step_of(trainer, pl_module, batch, make_callback, arguments, has_started=False)
+        with _disable_current_modes():
+            found = fill(replace(step, time_limit_s=_limit_s(arguments)), room, predict)
+        return found.settings, found.note
+
+    chosen: tuple[dict[str, Any], str] = _of_first_batch(trainer, arguments, choose)
+    return chosen
+
+
+def _of_first_batch(trainer: Any, arguments: Arguments, choose: Callable[[Any], Any]) -> Any:
     why = obstacle(trainer, trainer.lightning_module)
     batch = None if why else first_batch(trainer)
-    outcome: MemoryPlan | Exception | None = None
+    outcome: Any = None
     if trainer.is_global_zero:
         try:
             if why:
                 outcome = _refusal(arguments, f"the fit cannot be planned ({why})")
+            elif batch is None:
+                outcome = _refusal(arguments, "there is no batch to plan with")
             else:
-                outcome = _plan(trainer, make_callback, arguments, saved, batch)
+                outcome = choose(batch)
         # All ranks have to end, and the user's code may raise anything on fake tensors.
         except MemsaveError as error:
             outcome = error
@@ -59,15 +89,21 @@ def plan_fit(
 def _refusal(arguments: Arguments, why: str) -> IncompatibleError:
     fix = 'Name the settings instead, such as `preset="single_gpu"`, or remove `budget`.'
     problem = Problem(f"`budget={arguments['budget']!r}`", why, fix)
+    if arguments["budget"] is None:
+        fix = "Use a number of blocks, such as `resident=4`."
+        problem = Problem("`resident='auto'`", why, fix)
     return IncompatibleError("MemSaveCallback", [problem])
+
+
+def _limit_s(arguments: Arguments) -> float:
+    limit = arguments["predict"]
+    return LIMIT_S if isinstance(limit, bool) else float(limit)
 
 
 def _plan(
     trainer: Any, make_callback: Any, arguments: Arguments, saved: MemoryPlan | None, batch: Any
 ) -> MemoryPlan:
     device, pl_module = trainer.strategy.root_device, trainer.lightning_module
-    if batch is None:
-        raise _refusal(arguments, "there is no batch to plan with")
     gpu = local_gpu(device) if device.type == "cuda" else None
     budget = arguments["budget"]
     total_bytes = psutil.virtual_memory().total if gpu is None else gpu.total_bytes
@@ -79,8 +115,7 @@ def _plan(
     if saved is not None and is_exact and saved.budget_bytes <= budget_bytes:
         exact = (p for p in saved.ladder if exactness.allows(Exactness(p.exactness)))
         return replace(saved, budget_bytes=budget_bytes, ladder=tuple(exact))
-    limit = arguments["predict"]
-    limit_s = LIMIT_S if isinstance(limit, bool) else float(limit)
+    limit_s = _limit_s(arguments)
     step = step_of(trainer, pl_module, batch, make_callback, arguments, has_started=False)
     what_if = what_if_of(replace(step, time_limit_s=limit_s), pl_module)
     closed = _conflicting(trainer, pl_module, arguments)

@@ -75,7 +75,8 @@ class _Part(NamedTuple):
     visit: _Visit
 
 
-_Place = str | None  # "first", "between" or "last" of a run
+_STAYS = "stays"
+_Place = str | None  # "first", "between" or "last" of a run, or of those that stay on the device
 
 
 class BlockCosts:
@@ -83,7 +84,9 @@ class BlockCosts:
 
     Blocks are visited in order in forward and in reverse in backward. A visit adds bytes and has a
     highest point, both read from the recorded step; levels are sums of visits. Blocks that were not
-    in the recorded model cost what an equal one costs.
+    in the recorded model cost what an equal one costs. Where its last block stays on the device and
+    something of the others waits on the host, both are known. ``size_on_host`` are then the
+    elements of a block whose weights wait; 0 if only activations do.
     """
 
     def __init__(
@@ -94,25 +97,29 @@ class BlockCosts:
         rates: Rates,
         *,
         by_place: bool = False,
+        has_resident: bool = False,
+        size_on_host: int = 0,
     ) -> None:
-        self._places = [
-            (number, place)
-            for number, run in enumerate(runs)
-            for place in _places(len(run), by_place=by_place)
-        ]
-        self._rates = rates
+        self._runs, self._by_place, self._rates = runs, by_place, rates
         self._costs: dict[tuple[int, _Place, str], _Cost] = {}
         run_of = {name: number for number, run in enumerate(runs) for name in run}
         for kinds, prediction in recorded:
-            step = _Step(prediction, kinds, run_of, sizes, rates)
-            for number in range(len(runs)):
-                names = [name for name in step.costs if run_of[name] == number]
-                for name, place in zip(names, _places(len(names), by_place=by_place), strict=True):
-                    self._costs.setdefault((number, place, kinds[name]), step.costs[name])
+            numbers = [run_of[name] for name in kinds]
+            counts = [numbers.count(number) for number in range(len(runs))]
+            places = dict(zip(kinds, self._places(counts, int(has_resident)), strict=True))
+            step = _Step(prediction, kinds, places, sizes, rates)
+            if size_on_host:
+                num_updated = prediction.num_parameters - size_on_host
+                num_outside = sum(sizes) - size_on_host * len(runs[-1])
+                step.share_updates(size_on_host / num_updated, num_outside / num_updated)
+            for name, place in places.items():
+                self._costs.setdefault((*place, kinds[name]), step.costs[name])
         # Where all blocks of a step are of one kind, the rest of the host's memory is the same.
         on_host = [(next(iter(kinds.values())), p.peak.host_bytes) for kinds, p in recorded]
         least_bytes = min(num_bytes for _, num_bytes in on_host)
-        self._host_bytes = {k: (n - least_bytes) // len(step.costs) for k, n in on_host}
+        # What the last one saves stays on the device, as backward needs it at once.
+        num_leave = max(1, len(step.costs) - has_resident - 1)
+        self._host_bytes = {k: (n - least_bytes) // num_leave for k, n in on_host}
         last = recorded[-1][1]
         self._parts, self._outside_s = step.parts, step.outside_s
         everywhere = [self._outside_s, *(cost.seconds for cost in self._costs.values())]
@@ -121,20 +128,37 @@ class BlockCosts:
         self.overhead_bytes = last.device_bytes - last.peak_bytes
         """Of the device's allocator and context."""
 
-    def peak_and_seconds(self, kinds: Sequence[str]) -> tuple[int, float]:
-        costs = [self._costs[key] for key in self._keys(kinds)]
-        level = peak = self._resident_bytes + sum(cost.resident_bytes for cost in costs)
+    def peak_and_seconds(self, kinds: Sequence[str], num_resident: int = 0) -> tuple[int, float]:
+        keys = self._keys(kinds, num_resident)
+        costs = [*enumerate(self._costs[key] for key in keys)]
+        level = peak = self._resident_bytes + sum(cost.resident_bytes for _, cost in costs)
         for part in self._parts:
             if part.is_pass:
-                for cost in costs if part.phase == "forward" else reversed(costs):
+                is_forward, shifts = part.phase == "forward", self._shifts(keys, part.number)
+                for index, cost in costs if is_forward else reversed(costs):
                     if part.number < len(cost.visits):
                         change, excess = cost.visits[part.number]
-                        peak = max(peak, level + excess)
-                        level += change
+                        shift = shifts.get(index, 0)
+                        peak = max(peak, level + excess + (0 if is_forward else shift))
+                        level += change + shift
             else:
                 peak = max(peak, level + part.visit.excess)
-                level += part.visit.change + sum(cost.own[part.number] for cost in costs)
-        return peak, sum(self.seconds_by_phase(kinds).values())
+                level += part.visit.change + sum(cost.own[part.number] for _, cost in costs)
+        return peak, sum(self.seconds_by_phase(kinds, num_resident).values())
+
+    # While a block computes, what the one before it saved leaves, and comes back in backward: as
+    # much as its own in the recorded steps. The first block has none before it.
+    def _shifts(self, keys: Sequence[tuple[int, _Place, str]], number: int) -> dict[int, int]:
+        def saved(run: int, kind: str) -> int:
+            ends = (self._costs[run, place, kind].visits for place in ("first", "between"))
+            first, between = (v[number].change if number < len(v) else 0 for v in ends)
+            return first - between
+
+        return {
+            index: saved(run, kind) - saved(run, before)
+            for index, ((_, _, before), (run, place, kind)) in enumerate(pairwise(keys), 1)
+            if kind != before and place in ("between", "last")
+        }
 
     def held_bytes(self, kinds: Sequence[str]) -> int:
         """Estimate the bytes of live tensors at the start of a step."""
@@ -142,14 +166,14 @@ class BlockCosts:
             self._costs[key].resident_bytes for key in self._keys(kinds)
         )
 
-    def host_bytes(self, kinds: Sequence[str]) -> int:
+    def host_bytes(self, kinds: Sequence[str], num_resident: int = 0) -> int:
         """Estimate what activations of blocks need on the host, beyond the least that they do."""
-        return (
-            sum(self._host_bytes[kind] for kind in kinds) if any(self._host_bytes.values()) else 0
-        )
+        if not any(self._host_bytes.values()):
+            return 0
+        return sum(self._host_bytes[kind] for kind in kinds[: len(kinds) - num_resident - 1])
 
-    def seconds_by_phase(self, kinds: Sequence[str]) -> dict[str, float]:
-        keys = self._keys(kinds)
+    def seconds_by_phase(self, kinds: Sequence[str], num_resident: int = 0) -> dict[str, float]:
+        keys = self._keys(kinds, num_resident)
         if not self._has_copies:  # the order does not matter
             total = defaultdict(float, self._outside_s)
             for key, count in Counter(keys).items():
@@ -160,17 +184,23 @@ class BlockCosts:
         # The head is before the blocks in backward, where most of the rest is.
         forward, backward = [self._outside_s, *blocks], [self._outside_s, *reversed(blocks)]
         return self._rates.by_phase(
-            {"forward": forward, "backward": backward, "optimizer": [self._outside_s]}
+            {"forward": forward, "backward": backward, "optimizer": forward}
         )
 
-    def _keys(self, kinds: Sequence[str]) -> list[tuple[int, _Place, str]]:
-        return [(*place, kind) for place, kind in zip(self._places, kinds, strict=True)]
+    def _keys(self, kinds: Sequence[str], num_resident: int = 0) -> list[tuple[int, _Place, str]]:
+        places = self._places([*map(len, self._runs)], num_resident)
+        return [(*place, kind) for place, kind in zip(places, kinds, strict=True)]
 
-
-def _places(number: int, *, by_place: bool) -> Sequence[_Place]:
-    if not by_place:
-        return [None] * number
-    return ["first", *["between"] * (number - 2), "last"][:number]
+    # By run: of the last one some stay on the device.
+    def _places(self, counts: Sequence[int], num_resident: int) -> list[tuple[int, _Place]]:
+        found: list[tuple[int, _Place]] = []
+        for number, count in enumerate(counts):
+            left = count - (num_resident if number == len(counts) - 1 else 0)
+            places: Sequence[_Place] = [None] * left
+            if self._by_place:
+                places = ["first", *["between"] * (left - 2), "last"][:left]
+            found += [(number, place) for place in (*places, *[_STAYS] * (count - left))]
+        return found
 
 
 class _Step:
@@ -178,18 +208,19 @@ class _Step:
         self,
         prediction: MemoryPrediction,
         kinds: Mapping[str, str],
-        run_of: Mapping[str, int],
+        places: Mapping[str, tuple[int, _Place]],
         sizes: Sequence[int],
         rates: Rates,
     ) -> None:
         self.costs = {name: _Cost() for name in kinds}
+        self._places = places
         self._block_of = functools.cache(
             lambda module: next((n for n in (module, *ancestors(module)) if n in kinds), None)
         )
         self.outside_bytes = 0
         self.parts: list[_Part] = []
         self._read_memory(prediction)
-        self._share_gradients(run_of)
+        self._share_gradients()
         self.outside_s: dict[Lane, float] = defaultdict(float)
         self._read_time(prediction, sizes, rates)
 
@@ -243,13 +274,14 @@ class _Step:
         visits[part.number] = _Visit(change + level, max(excess, change + highest))
 
     # Updates in backward free the gradients of several blocks at once: each has its share.
-    def _share_gradients(self, run_of: Mapping[str, int]) -> None:
-        members: dict[tuple[int, int], list[str]] = {}
+    def _share_gradients(self) -> None:
+        members: dict[tuple[int, bool, int], list[str]] = {}
         for part in self.parts:
             for name, cost in self.costs.items():
                 if part.is_pass and part.number < len(cost.visits):
-                    members.setdefault((run_of[name], part.number), []).append(name)
-        for (_, number), names in members.items():
+                    run, place = self._places[name]
+                    members.setdefault((run, place == _STAYS, part.number), []).append(name)
+        for (*_, number), names in members.items():
             mean = sum(self._gradients[name, number] for name in names) // len(names)
             for name in names:
                 change, excess = self.costs[name].visits[number]
@@ -273,6 +305,23 @@ class _Step:
                     seconds *= by_tensors if is_short else by_elements
             of = self.outside_s if block is None else self.costs[block].seconds
             of[lane_of(kernel)] += seconds
+        self._by_elements = by_elements
+
+    def share_updates(self, block: float, outside: float) -> None:
+        """Let blocks of the last run have the time of their updates, each where it is.
+
+        ``block`` and ``outside`` are parameters of one, and those outside of all in the whole
+        model, over those that the host updates in the recorded one.
+        """
+        last = max(run for run, _ in self._places.values())
+        of_all = {n: self.outside_s.pop(("optimizer", n), 0.0) for n in ("device", "host")}
+        here_s, host_s = (seconds / self._by_elements for seconds in of_all.values())
+        self.outside_s["optimizer", "host"] = outside * host_s
+        for name, (run, place) in self._places.items():
+            if place == _STAYS:
+                self.costs[name].seconds["optimizer", "device"] += here_s
+            elif run == last:
+                self.costs[name].seconds["optimizer", "host"] += block * host_s
 
 
 # Between two blocks of one pass, what is outside belongs to the first.
@@ -293,7 +342,8 @@ def _smoothed(places: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, s
             yield phase, name
 
 
-# Of a run of equal blocks so many are recorded, in this order.
+# Of a run of equal blocks so many are recorded, in this order; beside others on the host, the last
+# one is on the device.
 _RECORDED = ("nested", "full", "selective", KEEP)
 
 
@@ -304,7 +354,17 @@ class RecordedBlocks:
     kinds: tuple[str, ...] = ()
     names: Sequence[str] = ()
     sizes: Sequence[int] = ()
+    block_size: int = 0
     is_cut: bool = False
+
+    @property
+    def most_resident(self) -> int:
+        """How many blocks may stay on the device: those of the last run, but for its ends.
+
+        Of fewer blocks than are recorded one step does not show all places.
+        """
+        number = len(self.runs[-1]) if self.runs else 0
+        return number - 2 if number >= len(_RECORDED) else 0
 
     @classmethod
     def of(
@@ -321,6 +381,7 @@ class RecordedBlocks:
             tuple(kind for kind in ("nested", "full", "selective") if _can(kind, blocks)),
             [block.name for block in blocks],
             [parameter.numel() for parameter in model.parameters()],
+            sum(parameter.numel() for parameter in blocks[-1].module.parameters()),
         )
         most = len(_RECORDED)
         long = [r for r in found.runs if len(r) > most and can_be_cut(model, r)]
@@ -341,6 +402,29 @@ class RecordedBlocks:
 
     def moved(self, move: Callable[[WhatIf], WhatIf]) -> "RecordedBlocks":
         return replace(self, what_if=move(self.what_if))
+
+    def record(
+        self,
+        predict: Callable[[Sequence[str]], MemoryPrediction],
+        rates: Rates,
+        first: Sequence[str] = (),
+        *,
+        by_place: bool = False,
+        **more: Any,
+    ) -> Iterator[tuple[frozenset[str], BlockCosts]]:
+        """Record a few steps, one after the other, beginning with some kinds.
+
+        Each time, give the kinds that are known by then, or none if all are, and their costs.
+        """
+        ways = [*enumerate(self.assignments(by_place=by_place))]
+        ways.sort(key=lambda way: [*first, way[1][0]].index(way[1][0]) if first else 0)
+        recorded: dict[int, tuple[dict[str, str], MemoryPrediction]] = {}
+        for place, kinds in ways:
+            recorded[place] = dict(zip(self.names, kinds, strict=True)), predict(kinds)
+            in_order = [recorded[place] for place in sorted(recorded)]
+            shown = {kind for of_all, _ in in_order for kind in of_all.values()}
+            costs = BlockCosts(self.runs, in_order, self.sizes, rates, by_place=by_place, **more)
+            yield frozenset(shown if len(recorded) < len(ways) else ()), costs
 
     def assignments(self, *, by_place: bool) -> list[list[str]]:
         """List ways to recompute the recorded blocks that show each kind for each run."""
@@ -372,11 +456,21 @@ def value_of(kinds: Sequence[str]) -> Any:
     return ",".join(f"{kind}:{number}" for kind, number in counts.items())
 
 
+def resident_choices(
+    number: int, kinds: Sequence[str], most: int
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """List ways in which the last blocks stay on the device, recomputed as the others or kept."""
+    for kind, num_resident in itertools.product((*kinds, KEEP), range(1, most + 1)):
+        yield (kind,) * number, num_resident
+        if kind != KEEP:
+            yield (kind,) * (number - num_resident) + (KEEP,) * num_resident, num_resident
+
+
 def choices(number: int, kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:
     # The first blocks need recomputation most: their activations live longest. One kind follows
     # another in the order of what they save.
     for first, second in itertools.pairwise((*kinds, KEEP)):
-        step = max(1, number // MOST_NESTED) if first == "nested" else 1
+        step = 1 if second == KEEP else max(1, number // MOST_NESTED)
         for num_first in range(0, number + 1, step):
             for num_second in range(1 if second == KEEP else number - num_first + 1):
                 rest = number - num_first - num_second

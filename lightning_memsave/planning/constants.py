@@ -37,7 +37,7 @@ recorded that are not advised."""
 SHARE_OF_SINGLE_SETTINGS = 2 / 3
 """Of the time for an out-of-memory report: for single settings; the rest is for a plan."""
 MOST_NESTED = 12
-"""Numbers of nested blocks that are compared in deep models."""
+"""Numbers of blocks of one kind that are compared in deep models, beside those of another kind."""
 
 # --- What is shown --------------------------------------------------------------------------------
 

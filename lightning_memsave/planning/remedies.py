@@ -13,7 +13,7 @@ from lightning_memsave.planning.budget import margin_of
 from lightning_memsave.planning.candidates import OFFLOAD, candidates_of
 from lightning_memsave.planning.constants import SHARE_OF_SINGLE_SETTINGS
 from lightning_memsave.planning.plan import Plan, short_settings
-from lightning_memsave.planning.search import search_for
+from lightning_memsave.planning.plan_step import search_for
 from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code

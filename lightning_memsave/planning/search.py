@@ -1,16 +1,16 @@
 """Find the fastest plan that fits a budget."""
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.block_costs import KEEP, choices
+from lightning_memsave.planning.block_costs import KEEP, choices, resident_choices
 from lightning_memsave.planning.budget import margin_of, rates_of
-from lightning_memsave.planning.candidates import MICRO_BATCH, advised_against
+from lightning_memsave.planning.candidates import MICRO_BATCH, Candidate, advised_against
 from lightning_memsave.planning.constants import (
     CLOSE,
     EQUALLY_FAST,
@@ -34,8 +34,7 @@ from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
-from lightning_memsave.prediction.what_if import WhatIf
-from lightning_memsave.techniques.registry import Entry, entries, unused_details
+from lightning_memsave.techniques.registry import Entry, techniques
 from lightning_memsave.units import MIB, format_bytes
 
 _OUT_OF_TIME = (
@@ -81,14 +80,24 @@ class PlanSearch:
 
     def _fastest_of_all(self, room: int) -> Estimate | None:
         self._prepare()
+        if self._slower_s(room) is not None:
+            for variant in self._variants.in_parts():
+                self._add(variant)
+        limit_s = self._slower_s(room)
+        if limit_s is not None and limit_s < math.inf:
+            self._variants.slowest_s = limit_s
+            self._look_on_host(room, limit_s)
         best = self._fastest_that_fits(room)
-        if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
-            self._variants.slowest_s = best.seconds
-            self._look_on_host(room, best.seconds)
-            best = self._fastest_that_fits(room)
         if best is None and self.is_out_of_time:
             return self._fastest(self._candidates, room, RESERVE)
         return best
+
+    # Of the fastest that is estimated to fit, if others are faster; infinite if none fits.
+    def _slower_s(self, room: int) -> float | None:
+        best = self._fastest(self._candidates, room, RESERVE)
+        limit_s = self._quickest_s * (1 + EQUALLY_FAST)
+        fastest_s = math.inf if best is None else best.seconds
+        return fastest_s if fastest_s > limit_s else None
 
     def _fastest_that_fits(self, room: int) -> Estimate | None:
         """Estimate, verify and correct, until the plan that is wanted is known to fit."""
@@ -104,7 +113,7 @@ class PlanSearch:
             if wanted in self._verified:
                 break
             # Verify: predict the whole step, unless time is over.
-            prediction = self._variants.predict(wanted.variant, wanted.kinds)
+            prediction = self._variants.predict(wanted.variant, *wanted.way)
             if prediction is None and self._variants.left_s <= 0:
                 break
             # Correct: the estimates of its variant, and of all where it is slightly too large.
@@ -168,7 +177,7 @@ class PlanSearch:
             yield f"Nothing else fits: `{name}={value!r}` is advised against, as {why}."
         if why := self._variants.why_form(best.variant):
             yield f"On the host with {why}."
-        yield from self._variants.not_installed()
+        yield from not_installed(self._variants.options())
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
         device = self._what_if.step.device
@@ -191,7 +200,12 @@ class PlanSearch:
         for variant in self._variants.in_other_parts(chosen.variant):
             self._add(variant)
         same = [
-            [candidate for candidate in found if self._bytes(candidate) < math.inf]
+            [
+                candidate
+                for candidate in found
+                if self._bytes(candidate) < math.inf
+                and candidate.num_resident == chosen.num_resident
+            ]
             for variant, found in self._by_variant.items()
             if variant.rank <= chosen.variant.rank and rest_of(variant) == rest_of(chosen.variant)
         ]
@@ -239,12 +253,14 @@ class PlanSearch:
         if variant in self._by_variant:
             return
         number, kinds = self._variants.num_blocks, self._variants.kinds
-        ways: Iterable[tuple[str, ...]] = [()]
+        ways: Iterable[tuple[tuple[str, ...], int]]
+        ways = [((), n) for n in range(variant.most_resident + 1)]
         if variant.costs is not None:
-            ways = dict.fromkeys(choices(number, kinds))
+            ways = [(way, 0) for way in dict.fromkeys(choices(number, kinds))]
+            ways += resident_choices(number, kinds, variant.most_resident)
         self._by_variant[variant] = [
-            Estimate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
-            for kinds in ways
+            Estimate.of(variant, kinds, num_resident)
+            for kinds, num_resident in ways
             if not variant.shown or variant.shown >= {*kinds}
         ]
 
@@ -262,8 +278,6 @@ class PlanSearch:
             return None
         limit_s = fastest.seconds * (1 + EQUALLY_FAST)
         best = self._known_or(fastest, self._candidates, room)
-        if best.variant.moves_weights and best not in self._verified:
-            return best  # the others take long to record
         return self._preferred(best, room, limit_s)
 
     def _known_or(self, wanted: Estimate, candidates: Sequence[Estimate], room: int) -> Estimate:
@@ -332,6 +346,7 @@ class PlanSearch:
                 c.variant.rank,
                 c.variant.is_offloaded,
                 c.seconds,
+                -c.num_resident,
                 self._bytes(c),
             ),
         )
@@ -341,7 +356,7 @@ class PlanSearch:
         if prediction is not None:
             correction = prediction.device_bytes - candidate.num_bytes
             variant = candidate.variant.but_optimizer
-            self._corrections |= {variant: correction, (variant, candidate.kinds): correction}
+            self._corrections |= {variant: correction, (variant, candidate.way): correction}
             on_host = prediction.peak.host_bytes - candidate.host_bytes
             self._host_corrections[candidate.variant] = on_host
             self._variants.correct(candidate.variant, on_host)
@@ -369,7 +384,7 @@ class PlanSearch:
     def _estimate(self, candidate: Estimate) -> int:
         variant, known = candidate.variant.but_optimizer, self._corrections
         latest = known.get(variant, 0)
-        return candidate.num_bytes + known.get((variant, candidate.kinds), latest)
+        return candidate.num_bytes + known.get((variant, candidate.way), latest)
 
     def _is_known_to_fit(self, candidate: Estimate, room: int) -> bool:
         return self._verified.get(candidate) is not None and self._bytes(candidate) <= room
@@ -385,10 +400,12 @@ class PlanSearch:
         return max(found, key=lambda exactness: exactness.rank)
 
     def _plan(self, candidate: Estimate) -> Plan:
-        changes = self._variants.settings(candidate.variant.changes_with(candidate.kinds))
+        changes = self._variants.settings(candidate.variant.changes_with(*candidate.way))
         settings = {**self._what_if.step.settings, **changes}
         exactness, make = self._exactness_of(candidate).value, self._what_if.step.make_callback
-        prediction = self._verified.get(candidate) or candidate.variant.prediction
+        prediction = self._verified.get(candidate)
+        if prediction is None and not candidate.num_resident:
+            prediction = candidate.variant.prediction
         num_bytes = self._estimate(candidate)
         return Plan(
             settings,
@@ -412,12 +429,13 @@ class PlanSearch:
         try:
             while True:
                 able = [c for c in self._candidates if c.variant.moves_weights]
+                able = [c for c in able if not c.num_resident]  # all weights decide on the form
                 fitting = [c for c in able if self._bytes(c, RESERVE) <= room]
                 if fitting:
                     least = min(fitting, key=self._host_bytes)
                     if least in self._verified:
                         return self._host_bytes(least)
-                    prediction = self._variants.predict(least.variant, least.kinds)
+                    prediction = self._variants.predict(least.variant, *least.way)
                     if prediction is None and self._variants.left_s <= 0:
                         return 0
                     self._learn(least, prediction)
@@ -459,7 +477,7 @@ class PlanSearch:
 
     def _untried(self) -> str:
         failures = self._variants.failures
-        lack = "".join(f" {why}" for why in self._variants.not_installed())
+        lack = "".join(f" {why}" for why in not_installed(self._variants.options()))
         if not failures:
             return lack
         what, why = min(failures.items(), key=lambda item: len(item[0]))
@@ -467,34 +485,11 @@ class PlanSearch:
         return f"{lack} Not tried, as the model raised an error with it: `{what}` ({why}){others}."
 
 
-# Not of what is trained, or not in a plan.
-_NEITHER = ("preset", "budget", "report", "predict")
-
-
-def search_for(
-    what_if: WhatIf, exactness: Exactness, limit_s: float = math.inf, closed: Collection[str] = ()
-) -> PlanSearch:
-    step = what_if.step
-    defaults = step.make_callback().arguments
-    fixed = {
-        name: value
-        for name, value in step.settings.items()
-        if name not in _NEITHER
-        and value not in ("auto", defaults[name])
-        and getattr(value, "micro_batch_size", value) != "halve"  # its size is planned
-    }
-    given = [entry for entry in entries() if fixed.get(entry.argument) not in (None, False)]
-    fixed |= {name: None for name in closed if name not in fixed}
-    open_arguments = [entry.argument for entry in entries() if entry.argument not in fixed]
-    names = unused_details(fixed, open_arguments)
-    details = {name: fixed.pop(name) for name in names if name in fixed}
-    variants = Variants(
-        replace(what_if, step=replace(step, settings=fixed), _known={}),
-        open_arguments,
-        exactness,
-        rates_of(what_if.step.gpu, what_if.step.device, is_local=step.fit is not None),
-        limit_s,
-        details=details,
-    )
-    free = functools.partial(margin_of, device=what_if.step.device)
-    return PlanSearch(variants, margin_of=free, given=given)
+def not_installed(options: Collection[Candidate]) -> Iterator[str]:
+    """Say which open settings cannot be planned without their package."""
+    open_arguments = {one.argument for one in options}
+    for technique in techniques():
+        for package in technique.requires if technique.argument in open_arguments else ():
+            if importlib.util.find_spec(package) is None:
+                what = f"`{technique.argument}=` is not planned: {package} is not installed"
+                yield f"{what}. Run `pip install {package}`."

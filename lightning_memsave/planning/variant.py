@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memsave.core.technique import Exactness
@@ -14,7 +14,7 @@ from lightning_memsave.planning.candidates import (
     Candidate,
     advised_against,
 )
-from lightning_memsave.planning.constants import MOST_STEPS, NEAR, STEP
+from lightning_memsave.planning.constants import EQUALLY_FAST, MOST_STEPS, NEAR, STEP
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -25,14 +25,10 @@ _OPTIMIZER = ("optimizer",)
 NOT_ADVISED = 1 + Exactness.APPROXIMATE.rank
 NO_LIMIT = 2**60
 """Bytes, for a limit that is given as a number."""
-# What may be on the host, that which leaves the least on the device last.
-ON_HOST = (
-    "activations",
-    "optimizer",
-    "parameters",
-    "parameters+activations",
-    "parameters+activations+embeddings",
-)
+# What may be on the host, that which leaves the least on the device last. What is between them is
+# what stays of blocks: the whole of the last ones.
+ACTIVATIONS = "activations"
+ON_HOST = (ACTIVATIONS, "parameters+activations", "parameters+activations+embeddings")
 
 
 @dataclass(eq=False)  # the search compares candidates by their variant
@@ -45,15 +41,24 @@ class Variant:
     seconds: float = 0.0
     weights_on_host: int = 0
     shown: frozenset[str] = frozenset()
+    resident: "Resident | None" = None
 
     @property
     def rank(self) -> int:
         """How far it moves results; what is advised against comes last."""
         return self.exactness.rank if not advised_against(self.changes) else NOT_ADVISED
 
-    def changes_with(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """Give its changes to settings, with the way in which blocks are recomputed."""
-        return {**self.changes} | ({} if self.costs is None else {RECOMPUTED: value_of(kinds)})
+    @property
+    def most_resident(self) -> int:
+        """How many of the blocks that wait on the host may stay on the device."""
+        return 0 if self.resident is None else self.resident.most
+
+    def changes_with(self, kinds: Sequence[str], num_resident: int = 0) -> dict[str, Any]:
+        """Give its changes to settings, with what is done with blocks."""
+        changes = {**self.changes}
+        if self.is_offloaded:
+            changes[OFFLOAD] = with_resident(changes[OFFLOAD], num_resident)
+        return changes | ({} if self.costs is None else {RECOMPUTED: value_of(kinds)})
 
     @property
     def is_offloaded(self) -> bool:
@@ -66,7 +71,7 @@ class Variant:
 
     @property
     def moves_weights(self) -> bool:
-        return self.beside.get(OFFLOAD) not in (None, ON_HOST[0])
+        return what_of(self.beside) not in (None, ACTIVATIONS)
 
     def tells_enough(
         self, least: str, num_blocks: int, room: float, slowest_s: float, host_budget_bytes: float
@@ -80,16 +85,23 @@ class Variant:
         needed, seconds = self.estimate(kept)
         fits = self.host_bytes(kept) <= host_budget_bytes * (1 - NEAR)
         fits = fits and needed <= room * (1 - NEAR) < math.inf
-        return seconds >= slowest_s or (fits and least in self.shown)
+        least_s = self.estimate(kept, self.most_resident)[1]
+        # Where copies take longer than what they hide behind, less to copy may be faster.
+        is_hidden = seconds <= least_s * (1 + EQUALLY_FAST)
+        return least_s >= slowest_s or (fits and is_hidden and least in self.shown)
 
-    def host_bytes(self, kinds: Sequence[str]) -> int:
-        return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
+    def host_bytes(self, kinds: Sequence[str], num_resident: int = 0) -> int:
+        weights = self.weights_on_host
+        weights -= 0 if self.resident is None else num_resident * self.resident.host_bytes
+        return weights + (0 if self.costs is None else self.costs.host_bytes(kinds, num_resident))
 
-    def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
+    def estimate(self, kinds: Sequence[str], num_resident: int = 0) -> tuple[int, float]:
         if self.costs is None:
             assert self.prediction is not None, "one of the two is there"
-            return self.prediction.device_bytes, self.seconds
-        peak_bytes, seconds = self.costs.peak_and_seconds(kinds)
+            more_bytes, more_s = (0, 0.0) if self.resident is None else self.resident.each
+            num_bytes = self.prediction.device_bytes + num_resident * more_bytes
+            return num_bytes, self.seconds + num_resident * more_s
+        peak_bytes, seconds = self.costs.peak_and_seconds(kinds, num_resident)
         return peak_bytes + self.overhead_bytes, seconds
 
     @property
@@ -97,18 +109,53 @@ class Variant:
         return 0 if self.costs is None else self.costs.overhead_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """How many blocks may stay on the device, and what each of them saves on the host."""
+
+    most: int
+    host_bytes: int
+    each: tuple[int, float] = (0, 0.0)
+    """Bytes on the device and seconds that each adds, where no costs of blocks are known."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
     variant: Variant
     kinds: tuple[str, ...]
+    num_resident: int
     num_bytes: int
     seconds: float
     host_bytes: int = 0
 
+    @property
+    def way(self) -> tuple[tuple[str, ...], int]:
+        """What is done with blocks."""
+        return self.kinds, self.num_resident
+
+    @classmethod
+    def of(cls, variant: Variant, kinds: tuple[str, ...], number: int = 0) -> "Estimate":
+        on_host = variant.host_bytes(kinds, number)
+        return cls(variant, kinds, number, *variant.estimate(kinds, number), on_host)
+
+
+def what_of(settings: Mapping[str, Any]) -> Any:
+    """Name what is on the host; ``None`` for nothing."""
+    offload = settings.get(OFFLOAD)
+    return getattr(offload, "what", offload)
+
+
+def with_resident(offload: Any, number: int) -> Any:
+    """Let so many blocks stay on the device; a name stays one if all of them wait."""
+    if not number and isinstance(offload, str):
+        return offload
+    technique = Offloading.from_value(offload)
+    assert technique is not None, "it is on"
+    return replace(technique, resident=number)
+
 
 def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
-    offload = settings.get(OFFLOAD)
-    if getattr(offload, "what", offload) not in ON_HOST[1:]:
+    if not {"optimizer", "parameters"} & set(str(what_of(settings)).split("+")):
         return 0
     trained = [p.num_elements for p in table.parameters if p.is_trainable is not False]
     return host_bytes_per_parameter(settings) * sum(trained)

@@ -1,7 +1,6 @@
 """Variants of a step for the planner: what is on beside recomputation, each recorded once."""
 
 import copy
-import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.dominant_parts import embedding_tables
-from lightning_memsave.planning.block_costs import KEEP, BlockCosts, RecordedBlocks, value_of
+from lightning_memsave.planning.block_costs import KEEP, RecordedBlocks, value_of
 from lightning_memsave.planning.candidates import (
     MICRO_BATCH,
     OFFLOAD,
@@ -28,15 +27,18 @@ from lightning_memsave.planning.constants import (
 )
 from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.planning.variant import (
+    ACTIVATIONS,
     NO_LIMIT,
     ON_HOST,
     RECOMPUTED,
+    Resident,
     Variant,
     all_exactness,
     changes_of,
     form_of,
     leaving_out,
     weights_on_host,
+    what_of,
 )
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -49,7 +51,6 @@ from lightning_memsave.techniques.registry import (
     FINAL,
     entries,
     forms_on_host,
-    techniques,
     unused_details,
 )
 from lightning_memsave.units import format_bytes
@@ -68,6 +69,7 @@ class Variants:
         limit_s: float = math.inf,
         *,
         details: Mapping[str, Any] | None = None,
+        offload: Offloading | None = None,
     ) -> None:
         self.what_if = what_if
         self.rates = rates
@@ -84,9 +86,8 @@ class Variants:
         self.is_cut_short = False
         """Whether time was too short for some variants."""
         given = {**what_if.step.settings, **self._details}
-        self.host_budget_bytes = host_budget_bytes(
-            given.get("host_budget"), is_here=what_if.step.fit is not None
-        )
+        limit = getattr(offload, "host_budget", None) or given.get("host_budget")
+        self.host_budget_bytes = host_budget_bytes(limit, is_here=what_if.step.fit is not None)
         """Host memory that a plan may use."""
         self.is_host_short = False
         """Whether the host has too little memory for weights in some form."""
@@ -103,11 +104,14 @@ class Variants:
         # By form: what predictions of whole steps needed beyond estimates.
         self._excess: dict[str, int] = {}
         self._known: dict[str, Variant | None] = {}
-        self._blocks = RecordedBlocks(what_if)
+        self._offload, self._blocks = offload, RecordedBlocks(what_if)
+        selectors = getattr(offload, "blocks", None) or given.get("blocks")
         if RECOMPUTED in self._open:
-            self._blocks = RecordedBlocks.of(what_if, self._details.get("blocks"))
+            self._blocks = RecordedBlocks.of(what_if, selectors)
+        elif offload is not None:
+            found = RecordedBlocks.of(what_if, selectors, may_be_cut=False)
+            self._blocks = replace(found, kinds=())
         if self._blocks.is_cut and self.unchanged() is None:  # it counts its blocks
-            selectors = self._details.get("blocks")
             self._blocks = RecordedBlocks.of(what_if, selectors, may_be_cut=False)
             self._known.clear()
 
@@ -194,20 +198,24 @@ class Variants:
             for limit in (Exactness.BITWISE, Exactness.ROUNDING):
                 rest = [one for one in chosen if limit.allows(one.exactness)]
                 found.append(self._record(rest))
-        found += [self._record(chosen, beside) for beside in self._micro_batches()]
         by_changes = {repr(v.changes): v for v in found if v is not None}
         return list(by_changes.values())
 
+    def in_parts(self) -> list[Variant]:
+        """Record all that helps with micro-batches."""
+        chosen = self._helpful()
+        parts = [] if self._is_full(self._record(chosen)) else self._micro_batches()
+        found = [self._record(chosen, beside) for beside in parts]
+        return [variant for variant in found if variant is not None]
+
     def on_host(self, *, in_parts: bool) -> Iterator[Variant]:
         """Record variants with something in host memory, beside everything that helps."""
-        if OFFLOAD not in self._open or self.what_if.step.device == "cpu":
+        is_trained_there = self.what_if.step.device == "cpu"
+        if OFFLOAD not in self._open or (is_trained_there and not self._offload):
             return
         chosen = self._helpful()
         tried: set[str] = set()  # forms may become smaller meanwhile
-        kinds: Sequence[str] = ON_HOST[1:] if self._is_full(self._record(chosen)) else ON_HOST
-        tables = embedding_tables(self.what_if.table)
-        if all(each.num_bytes < Offloading.min_table_bytes for each in tables):
-            kinds = kinds[:-1]  # the one before is the same
+        kinds = [self._offload] if self._offload else self._kinds_on_host(chosen)
         while True:
             forms = [self._form(kind, chosen) for kind in kinds]
             ways = [way for way in forms if way is not None]
@@ -220,6 +228,12 @@ class Variants:
             found = self._record([c for c in chosen if c.argument not in new[0]], new[0])
             if found is not None:
                 yield found
+
+    def _kinds_on_host(self, chosen: Sequence[Candidate]) -> Sequence[str]:
+        kinds = ON_HOST[1:] if self._is_full(self._record(chosen)) else ON_HOST
+        sizes = [table.num_bytes for table in embedding_tables(self.what_if.table)]
+        is_large = max(sizes, default=0) >= Offloading.min_table_bytes
+        return kinds if is_large else kinds[:-1]  # the one before is the same
 
     # Whether what is there before a step is too much, whatever blocks save.
     def _is_full(self, variant: Variant | None) -> bool:
@@ -262,10 +276,12 @@ class Variants:
 
     def _on_in(self, variant: Variant) -> list[Candidate]:
         changes = variant.changes.items() - variant.beside.items()
-        return [c for c in self._options() if c.changes.items() <= changes]
+        return [c for c in self.options() if c.changes.items() <= changes]
 
-    def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        changes = variant.changes_with(kinds)
+    def predict(
+        self, variant: Variant, kinds: Sequence[str], num_resident: int = 0
+    ) -> MemoryPrediction | None:
+        changes = variant.changes_with(kinds, num_resident)
         try:
             return self.what_if.predict(self.settings(changes), limit_s=self.left_s)
         except ImpossibleVariantError as error:
@@ -276,20 +292,11 @@ class Variants:
         if not error.is_expected:
             self.failures[", ".join(f"{n}={value!r}" for n, value in changes.items())] = str(error)
 
-    def not_installed(self) -> Iterator[str]:
-        """Say which open settings cannot be planned without their package."""
-        open_arguments = {one.argument for one in self._options()}
-        for technique in techniques():
-            for package in technique.requires if technique.argument in open_arguments else ():
-                if importlib.util.find_spec(package) is None:
-                    what = f"`{technique.argument}=` is not planned: {package} is not installed"
-                    yield f"{what}. Run `pip install {package}`."
-
     def seconds(self, prediction: MemoryPrediction) -> float:
         return sum(step_seconds(prediction.work, self.rates).values())
 
     def _helpful(self) -> list[Candidate]:
-        found = self._options()
+        found = self.options()
         # Of several values of an argument the last one saves the most.
         chosen = list({c.argument: c for c in found}.values())
         for one in list(chosen):
@@ -311,7 +318,7 @@ class Variants:
     def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
         rest = leaving_out(chosen, one)
         yield rest
-        same = [c for c in self._options() if c.argument == one.argument]
+        same = [c for c in self.options() if c.argument == one.argument]
         for other in same[: same.index(one)] if one in same else []:
             yield [*rest, other]
 
@@ -323,7 +330,8 @@ class Variants:
                 return True
         return False
 
-    def _options(self) -> list[Candidate]:
+    def options(self) -> list[Candidate]:
+        """List single settings that may help, and that nobody has named."""
         return [
             one
             for one in self._all_options()
@@ -373,7 +381,7 @@ class Variants:
         return [{MICRO_BATCH: size} for size in sizes]
 
     # The fastest for which the host has enough memory.
-    def _form(self, kind: str, chosen: Sequence[Candidate]) -> dict[str, Any] | None:
+    def _form(self, kind: Any, chosen: Sequence[Candidate]) -> dict[str, Any] | None:
         forms = list(self._forms(kind, chosen))
         if self.is_smallest:
             return forms[-1]
@@ -385,8 +393,8 @@ class Variants:
             self.is_host_short = True
         return None
 
-    def _forms(self, kind: str, chosen: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
-        if kind == ON_HOST[0]:
+    def _forms(self, kind: Any, chosen: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
+        if what_of({OFFLOAD: kind}) == ACTIVATIONS:
             yield {OFFLOAD: kind}
             return
         names = {one.argument for one in chosen}
@@ -447,35 +455,46 @@ class Variants:
             return self._blocks.what_if.predict(settings, limit_s=self._left_to_record_s)
 
         on_host = self._weights_on_host(changes)
+        variant = Variant(changes, exactness, beside, weights_on_host=on_host)
         if not self.kinds:
-            prediction = predict(self.settings(changes))
-            seconds = self.seconds(prediction)
-            return Variant(changes, exactness, beside, None, prediction, seconds, on_host)
-        blocks, names = self._blocks, self._blocks.names
-        is_moved = (OFFLOAD in beside) or self.what_if.step.settings.get(OFFLOAD) is not None
-        ways = [*enumerate(blocks.assignments(by_place=is_moved))]
-        if OFFLOAD in beside:  # those that tell most come first
-            first = [self.kinds[0], KEEP][:: 1 if self.slowest_s == math.inf else -1]
-            ways.sort(key=lambda way: [*first, way[1][0]].index(way[1][0]))
-        recorded: dict[int, tuple[dict[str, str], MemoryPrediction]] = {}
-        found: Variant | None = None
-        for place, kinds in ways:
-            settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
-            try:
-                prediction = predict(settings)
-            except ImpossibleVariantError:
-                if found is None or OFFLOAD not in beside or self._left_to_record_s > 0:
-                    raise
-                self.is_cut_short = True
-                break
-            recorded[place] = dict(zip(names, kinds, strict=True)), prediction
-            in_order = [recorded[place] for place in sorted(recorded)]
-            costs = BlockCosts(blocks.runs, in_order, blocks.sizes, self.rates, by_place=is_moved)
-            found = Variant(changes, exactness, beside, costs, weights_on_host=on_host)
-            if OFFLOAD in beside and len(recorded) < len(ways):
-                found.shown = frozenset(kinds[0] for _, kinds in ways[: len(recorded)])
-                limits = self.room, self.slowest_s, self.host_budget_bytes
-                if found.tells_enough(self.kinds[0], self.num_blocks, *limits):
+            variant.prediction = predict(self.settings(variant.changes_with([])))
+            variant.seconds = self.seconds(variant.prediction)
+            variant.resident = self._resident_beside(variant)
+            return variant
+        blocks, is_chosen = self._blocks, OFFLOAD in beside
+        more: dict[str, Any] = {"by_place": is_chosen or bool(what_of(self.what_if.step.settings))}
+        if is_chosen:  # those that tell most come first
+            more["first"] = [self.kinds[0], KEEP][:: 1 if self.slowest_s == math.inf else -1]
+        if is_chosen and blocks.most_resident:
+            variant.resident = Resident(blocks.most_resident, self._block_on_host(changes))
+            more["has_resident"] = True
+            more["size_on_host"] = blocks.block_size if variant.moves_weights else 0
+
+        def record(kinds: Sequence[str]) -> MemoryPrediction:
+            how = variant.changes_with(kinds, int("has_resident" in more))
+            return predict(self.settings({**how, RECOMPUTED: value_of(kinds)}))
+
+        least, number = self.kinds[0], self.num_blocks
+        limits = least, number, self.room, self.slowest_s, self.host_budget_bytes
+        try:
+            for variant.shown, variant.costs in blocks.record(record, self.rates, **more):
+                if is_chosen and variant.shown and variant.tells_enough(*limits):
                     break
-        assert found is not None, "blocks can be kept"
-        return found
+        except ImpossibleVariantError:
+            if variant.costs is None or not is_chosen or self._left_to_record_s > 0:
+                raise
+            self.is_cut_short = True
+        return variant
+
+    # Where each step is predicted whole: as if all that waits on the host were of blocks.
+    def _resident_beside(self, variant: Variant) -> Resident | None:
+        plain = self.unchanged() if variant.is_offloaded else None
+        if plain is None or not (number := self.num_blocks):
+            return None
+        (needed, seconds), (most, least_s) = variant.estimate([]), plain.estimate([])
+        each = max(1, (most - needed) // number), min(0.0, (least_s - seconds) / number)
+        return Resident(number, self._block_on_host(variant.changes), each)
+
+    def _block_on_host(self, changes: Mapping[str, Any]) -> int:
+        blocks = self._blocks
+        return self._weights_on_host(changes) * blocks.block_size // max(1, sum(blocks.sizes))

@@ -32,6 +32,7 @@ from lightning_memsave.prediction.cuda.constants import (
     context_bytes,
     distributed_bytes,
     lt_workspaces,
+    margin_bytes,
     workspaces,
 )
 from lightning_memsave.prediction.cuda.kernels import (
@@ -47,6 +48,7 @@ from lightning_memsave.prediction.fake.tensors import (
 )
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
+from lightning_memsave.prediction.resident_blocks import fill, is_open
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.simulate import (
     MAX_ACCUMULATED,
@@ -141,6 +143,8 @@ def predict(step: TrainingStep) -> MemoryPrediction:
     Note:
         Exceptions of the module's own code propagate, with a note.
     """
+    if is_open(step):
+        return _filled(step)
     start_s = time.monotonic()
     limit_s = math.inf if step.time_limit_s is None else step.time_limit_s
     deadline_s = processor_time_s() + limit_s
@@ -154,6 +158,17 @@ def predict(step: TrainingStep) -> MemoryPrediction:
         prediction = _predict(step, fakes, pl_module, batch, deadline_s)
         prediction = unwrap(prediction, pl_module, step.loss is not None)
     return dataclasses.replace(prediction, seconds=time.monotonic() - start_s)
+
+
+def _filled(step: TrainingStep) -> MemoryPrediction:
+    if step.gpu is None:
+        raise ConfigurationError(
+            '`resident="auto"` fills a GPU, and none is named. Use `gpu="RTX 3060"`, or a number '
+            "such as `resident=4`."
+        )
+    found = fill(step, step.gpu.total_bytes - margin_bytes(step.gpu.total_bytes), predict)
+    assumptions = (*found.prediction.assumptions, f"{found.note}.")
+    return dataclasses.replace(found.prediction, assumptions=assumptions)
 
 
 _others_freeze = threading.Event()

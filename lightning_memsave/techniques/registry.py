@@ -18,6 +18,7 @@ from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatc
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.offloading.weights import AUTO
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
 
@@ -181,13 +182,22 @@ def forms_on_host(
             yield dict(form)
 
 
+_NOT_NEEDED = "the plan fits the device without it"
+
+
+def leaves_open(value: Any) -> bool:
+    """Say whether a plan decides on a value: what it is, or how many blocks stay on the device."""
+    return value == "auto" or getattr(value, "resident", None) == AUTO
+
+
 def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
+    open_arguments = [e.argument for e in _ENTRIES if leaves_open(arguments[e.argument])]
     values = {name: settings.get(name) for name in open_arguments}
     values |= {name: "auto" for name in (MicroBatching.argument,) if name in values}
     values |= unused_details({**arguments, **values}, open_arguments)
     # What is on in a plan is applied or refused: without it the plan would not hold.
     left_out = {name: "" for name, value in values.items() if value in (None, "auto")}
+    left_out |= {name: _NOT_NEEDED for name in left_out if arguments[name] != "auto"}
     return {**arguments, **values, "from_preset": left_out}
 
 

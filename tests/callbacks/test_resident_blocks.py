@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.callbacks import run_plan
+from lightning_memsave.core.memory import is_fake
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -18,6 +21,7 @@ from tests.callbacks.lit import (
     make_lit,
     make_trainer,
     model_step,
+    no_step,
     peak_of,
     quiet,
     rows_of,
@@ -111,3 +115,122 @@ def test_the_table_says_how_many_blocks_stay():
 def test_more_blocks_than_there_are_end_the_fit_before_it_begins():
     with pytest.raises(IncompatibleError, match=r"`resident=9`: .* Use a number up to 4"):
         fit(make_lit(), only(9))
+
+
+def auto(**settings: Any) -> Any:
+    return only("auto", predict=60, **settings)
+
+
+def lit_of_steps() -> Any:
+    return make_lit(model="tied", training_step=model_step)
+
+
+def wide_model() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(6)]
+    return nn.Sequential(nn.Linear(64, 256), *layers, nn.Linear(256, 16))
+
+
+def mean_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    return self.model(batch).square().mean()
+
+
+class TestAuto:
+    def test_what_fits_is_plain_training(self):
+        lit, callback, plain = lit_of_steps(), auto(), only(None, predict=60)
+        assert_same(fit(lit, callback), fit(lit, plain))
+        (row,) = (row for row in callback.rows if row.name == "offload")
+        assert row.status == "off"
+        assert row.details[0].endswith("everything fits the device")
+        assert peak_of(callback) == peak_of(plain)
+        assert callback.prediction is not None
+        assert callback.prediction.peak_bytes == peak_of(plain)
+
+    @pytest.mark.parametrize("settings", [{}, IN_BACKWARD, {"activation_checkpointing": "all"}])
+    @pytest.mark.parametrize("share", [0.6, 0.9])
+    def test_as_many_blocks_stay_as_fit(self, monkeypatch, settings, share):
+        lit, plain = lit_of_steps(), only(None, predict=60, **settings)
+        expected = fit(lit, plain)
+        room = int(share * peak_of(plain))
+        monkeypatch.setattr(run_plan, "_free_bytes", lambda device: room)
+        callback = auto(**settings)
+        assert_same(fit(lit, callback), expected)
+        assert peak_of(callback) <= room
+        assert callback.prediction is not None
+        assert callback.prediction.peak_bytes == peak_of(callback)
+        number = callback.effective_arguments()["offload"].resident
+        note = f"{number} of 4 blocks stay there"
+        assert any(line.endswith(note) for line in rows_of(callback)["offload"].details)
+        more = only(number + 1 if number < 4 else None, predict=60, **settings)
+        fit(lit, more)
+        assert peak_of(more) > room
+
+    def test_a_second_fit_chooses_again(self, monkeypatch):
+        lit, callback = lit_of_steps(), auto()
+        fit(lit, callback)
+        room = int(0.8 * peak_of(callback))
+        monkeypatch.setattr(run_plan, "_free_bytes", lambda device: room)
+        fit(lit, callback)
+        assert peak_of(callback) <= room
+        assert rows_of(callback)["offload"].status == "on"
+
+    def test_beside_a_preset_weights_wait_as_it_says(self, monkeypatch):
+        lit = lit_of_steps()
+        offload = Offloading("parameters+activations", resident="auto")
+        settings: dict[str, Any] = {"preset": "offload", "exactness": "bitwise", "predict": 60}
+        plain = quiet(**settings, offload=None)
+        expected = fit(lit, plain)
+        room = int(0.9 * peak_of(plain))
+        monkeypatch.setattr(run_plan, "_free_bytes", lambda device: room)
+        callback = quiet(**settings, offload=offload)
+        assert_same(fit(lit, callback), expected)
+        assert peak_of(callback) <= room
+        assert callback.effective_arguments()["offload"].resident > 0
+
+    def test_a_plan_fills_its_budget(self):
+        lit = make_lit(model=wide_model(), training_step=mean_step, validation_step=no_step)
+        off = dict.fromkeys(
+            ("activation_checkpointing", "micro_batch_size", "optimizer", "chunked_cross_entropy")
+        )
+        off |= dict.fromkeys(("optimizer_in_backward", "low_precision_weights", "attention"))
+        plain = quiet(preset="off", micro_batch_size=None, predict=60)
+        expected = fit(lit, plain)
+        budget = int(0.6 * peak_of(plain))
+        offload = Offloading("parameters", resident="auto")
+        callback = quiet(**off, budget=budget, offload=offload)
+        assert_same(fit(lit, callback), expected)
+        assert callback.plan is not None
+        chosen = callback.plan.plan
+        assert chosen.settings["offload"].resident > 0
+        assert chosen.peak_bytes == peak_of(callback) <= budget
+
+    def test_a_plan_that_fits_without_is_without(self):
+        off = dict.fromkeys(("micro_batch_size", "optimizer", "chunked_cross_entropy"))
+        offload = Offloading("parameters", resident="auto")
+        callback = quiet(**off, budget="1GiB", exactness="bitwise", offload=offload)
+        fit(lit_of_steps(), callback)
+        assert callback.plan is not None
+        assert callback.plan.plan.settings["offload"] is None
+        assert rows_of(callback)["offload"].details == ("the plan fits the device without it",)
+
+    def test_a_failed_prediction_ends_the_fit_before_it_begins(self):
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            loss = model_step(self, batch, batch_idx)
+            if is_fake(loss):
+                raise ValueError("no values")
+            return loss
+
+        lit = make_lit(model="tied", training_step=training_step)
+        with pytest.raises(IncompatibleError, match=r"`resident='auto'`: .*`resident=4`"):
+            fit(lit, auto())
+
+
+class TestHostBudget:
+    def test_beside_a_technique_that_names_none(self):
+        offload = Offloading("parameters", resident=1)
+        with pytest.raises(IncompatibleError, match=r"`host_budget` is 1\.00 KiB"):
+            fit(lit_of_steps(), quiet(preset="off", offload=offload, host_budget="1KiB"))
+
+    def test_twice(self):
+        offload = Offloading("parameters", host_budget="1GiB")
+        with pytest.raises(ConfigurationError, match="`host_budget='2GiB'` is not used with"):
+            quiet(preset="off", offload=offload, host_budget="2GiB")

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_memsave import Exactness, InfeasiblePlanError
 from lightning_memsave.api import make_what_if
 from lightning_memsave.planning.constants import EQUALLY_FAST
 from lightning_memsave.planning.search import PlanSearch
+from lightning_memsave.planning.variant import Estimate
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.units import MIB
 from tests.planning.plans import RATES
@@ -50,7 +52,7 @@ def variants_of(
 def recorded() -> Variants:
     variants = variants_of()
     assert variants.unchanged() is not None
-    assert len([*variants.on_host(in_parts=False)]) == 4  # no embedding is large
+    assert len([*variants.on_host(in_parts=False)]) == 2  # no embedding is large
     return variants
 
 
@@ -61,6 +63,10 @@ def with_host(num_bytes):
     return PlanSearch(variants)
 
 
+def block_on_host():
+    return 16 * sum(p.numel() for p in model().transformer.h[0].parameters())
+
+
 def budget_of(share):
     """Leave a share of what a step needs without any settings, beside the CUDA context."""
     unchanged = recorded().what_if.base()
@@ -69,18 +75,51 @@ def budget_of(share):
 
 
 @pytest.mark.parametrize("recomputed", ["selective", "keep", "full"])
+@pytest.mark.parametrize("num_resident", [0, 3])
 @pytest.mark.turns(3)
-def test_what_is_composed_of_few_blocks_is_what_is_predicted_of_all(recomputed):
+def test_what_is_composed_of_few_blocks_is_what_is_predicted_of_all(recomputed, num_resident):
     kinds = sorted([recomputed] * 4 + ["full"] * 3, key=("full", "selective", "keep").index)
     for variant in recorded().on_host(in_parts=False):
-        whole = recorded().predict(variant, kinds)
+        whole = recorded().predict(variant, kinds, num_resident)
         assert whole is not None
-        is_copied = "activations" in variant.changes["offload"]  # those of the last block stay
-        peak_bytes, seconds = variant.costs.peak_and_seconds(kinds)
-        assert peak_bytes == pytest.approx(whole.peak_bytes, rel=0.07 if is_copied else 1e-3)
-        expected_s = recorded().seconds(whole)
-        assert seconds == pytest.approx(expected_s, rel=0.2 if is_copied else 0.02)
-        assert variant.host_bytes(kinds) == pytest.approx(whole.peak.host_bytes, abs=8 * MIB)
+        peak_bytes, seconds = variant.costs.peak_and_seconds(kinds, num_resident)
+        assert peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
+        assert seconds == pytest.approx(recorded().seconds(whole), rel=0.13)
+        on_host = variant.host_bytes(kinds, num_resident)
+        assert on_host == pytest.approx(whole.peak.host_bytes, abs=8 * MIB)
+
+
+def test_a_block_on_the_device_needs_its_bytes_there_and_saves_time():
+    *_, variant = recorded().on_host(in_parts=False)
+    estimates = [Estimate.of(variant, ("full",) * NUM_BLOCKS, n) for n in range(NUM_BLOCKS - 1)]
+    block = block_on_host()
+    for one, more in itertools.pairwise(estimates):
+        assert one.host_bytes - more.host_bytes == pytest.approx(block, rel=0.01)
+        assert more.num_bytes - one.num_bytes > block // 2  # of gradients there are two anyway
+    work = [recorded().predict(variant, ["full"] * NUM_BLOCKS, n).work for n in (0, 5)]
+    moved = [sum(k.num_bytes * n for k, n in w if k.kind == "from_host") for w in work]
+    assert moved[1] < 0.5 * moved[0]
+
+
+# With rates of a GPU whose host is slow: copies and updates take most of a step.
+def test_a_plan_fills_the_device_with_blocks():
+    slow = replace(RATES, host_bytes=RATES.host_bytes / 20, host_memory_bytes=1e9)
+    variants = copy.copy(recorded())
+    variants.rates, variants._known = slow, {}
+    budget = budget_of(0.4)
+    found = PlanSearch(variants).find(budget).plan
+    number = found.settings["offload"].resident
+    assert number > 0
+    assert found.is_verified
+    assert found.device_bytes <= budget
+    changes = {**found.settings}
+    more = changes | {"offload": replace(changes["offload"], resident=number + 1)}
+    assert variants.what_if.predict(more).device_bytes > budget
+    none = changes | {"offload": replace(changes["offload"], resident=0)}
+    least = variants.what_if.predict(none)
+    assert least.device_bytes < found.device_bytes
+    assert found.prediction is not None
+    assert variants.seconds(found.prediction) < variants.seconds(least)
 
 
 def test_is_faster_than_plans_without_or_fits_where_none_does():
@@ -150,7 +189,6 @@ def test_parts_are_for_when_whole_batches_do_not_fit():
     tried = {
         (v.changes.get("offload"), v.changes.get("micro_batch_size")) for v in search._by_variant
     }
-    assert {size for offload, size in tried if offload == "optimizer"} == {None}
     assert {size for offload, size in tried if offload == "parameters+activations"} == {None, 1}
     assert failure.value.smallest.settings["offload"].startswith("parameters")
 
@@ -163,7 +201,7 @@ def test_a_master_copy_takes_the_place_of_rounded_weights():
     )
     first, second = itertools.islice(variants.on_host(in_parts=False), 2)
     kept, moved = first.changes, second.changes
-    assert (kept["offload"], moved["offload"]) == ("activations", "optimizer")
+    assert (kept["offload"], moved["offload"]) == ("activations", "parameters+activations")
     assert (kept["low_precision_weights"], kept["optimizer"]) == ("stochastic", "8bit")
     assert (moved["low_precision_weights"], moved["optimizer"]) == ("master", None)
 
@@ -193,7 +231,7 @@ def test_the_fastest_form_is_tried_for_which_the_host_has_memory(is_open, num_by
     open_arguments = (*OPEN[1:2], *names[: 2 + is_open])
     variants = variants_of(open_arguments, Exactness.APPROXIMATE, precision="bf16-mixed")
     variants.host_budget_bytes = num_bytes * sum(p.numel() for p in model().parameters())
-    moved = [v for v in variants.on_host(in_parts=False) if v.changes["offload"] == "optimizer"]
+    moved = [v for v in variants.on_host(in_parts=False) if v.changes["offload"] != "activations"]
     found = [{n: v.changes[n] for n in names if v.changes.get(n)} for v in moved]
     assert found == ([] if changes is None else [changes])
     is_fastest = changes is not None and changes.items() >= _MASTER.items()
@@ -220,11 +258,13 @@ def test_when_time_is_over_the_best_so_far_is_the_plan():
 
 
 def test_estimates_say_what_the_host_needs_too():
-    num_bytes = 16 * sum(parameter.numel() for parameter in model().parameters())
-    found = PlanSearch(copy.copy(recorded())).find(budget_of(0.4))
-    moved = [p for p in found.frontier if p.settings["offload"] not in (None, "activations")]
+    variants = copy.copy(recorded())
+    found = PlanSearch(variants).find(budget_of(0.4))
+    moved = [p for p in found.frontier if "parameters" in str(p.settings["offload"])]
     assert {plan.is_verified for plan in moved} == {False, True}
-    assert all(plan.host_bytes == pytest.approx(num_bytes, rel=0.1) for plan in moved)
+    for plan in (moved[0], moved[-1]):
+        whole = variants.what_if.predict(plan.settings)
+        assert plan.host_bytes == pytest.approx(whole.peak.host_bytes, abs=8 * MIB)
 
 
 def test_no_more_is_recorded_than_tells_enough():
@@ -238,7 +278,7 @@ def test_no_more_is_recorded_than_tells_enough():
 
     assert shown(MIB) == {least}
     assert shown(room, slowest_s=0.0) == {"keep"}
-    assert shown(room) == {least, "keep"}
+    assert not shown(room)  # copies are not hidden, and to copy less may be faster
     assert not variants.is_cut_short
     assert not shown(budget_of(0.7))
 

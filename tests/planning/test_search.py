@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_memsave import Exactness, InfeasiblePlanError
 from lightning_memsave.api import make_what_if
 from lightning_memsave.planning.constants import EQUALLY_FAST
-from lightning_memsave.planning.search import PlanSearch, search_for
+from lightning_memsave.planning.plan_step import search_for
+from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.variant import Variant
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS

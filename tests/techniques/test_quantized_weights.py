@@ -26,9 +26,7 @@ def quantize(model: nn.Module) -> nn.Module:
     for name, layer in [*model.named_modules()]:
         if not isinstance(layer, nn.Linear) or name == "lm_head":
             continue
-        new = Linear4bit(
-            layer.in_features, layer.out_features, bias=False, quant_type="nf4"
-        )
+        new = Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type="nf4")
         weight = Params4bit(layer.weight.data, quant_type="nf4")
         new.weight = weight
         model.set_submodule(name, new.to("cpu"))

@@ -1,18 +1,22 @@
 """Blocks that stay on the device, beside others whose weights wait on the host."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import ActivationCheckpointing, Offloading
+from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.prediction.cuda.constants import margin_bytes
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.techniques.optimizer_step import allocate_state
+from lightning_memsave.units import MIB
 from tests.cases import make_batch, make_model
 from tests.helpers import adamw, assert_same, in_pairs
 from tests.techniques.offloaded_loops import (
@@ -151,10 +155,10 @@ def peak_with(resident: int) -> Any:
 class TestLimits:
     @pytest.mark.parametrize("resident", [-1, True, 0.5, "60", "101%", "-5%", "all", None])
     def test_what_is_no_number_of_blocks(self, resident):
-        with pytest.raises(ConfigurationError, match=r'Use a number such as 4, or "60%"'):
+        with pytest.raises(ConfigurationError, match=r'Use a number such as 4, "60%" or "auto"'):
             Offloading("parameters", resident=resident)
 
-    @pytest.mark.parametrize("what", ["activations", "embeddings"])
+    @pytest.mark.parametrize("what", ["embeddings"])
     def test_where_no_weights_of_blocks_wait(self, what):
         with pytest.raises(ConfigurationError, match=r'Use `Offloading\("parameters", \.\.\.\)`'):
             Offloading(what, resident=1)
@@ -200,3 +204,49 @@ def test_coupled_updates_of_both():
         runs.append([optimizer.step(closure).item() for _ in range(3)])
     handle.undo()
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(("resident", "number"), [(1, 1), ("50%", 2), (3, 3)])
+def test_activations_of_resident_blocks_stay(resident, number):
+    """Of a checkpointed block its input, but for the last one of those that wait."""
+    runs = []
+    for each in (0, resident):
+        made = Offloaded("dropout", "activations", resident=each, min_bytes=1, recomputes=True)
+        assert_bitwise(made, Offloaded("dropout", None, recomputes=True))
+        runs.append(made.handle.memory.peak_bytes)
+        made.close()
+    assert runs[1] * 3 == runs[0] * (3 - number)
+    assert runs[0] > 3 * make_batch(0).nbytes
+
+
+def test_a_loop_knows_no_budget():
+    with pytest.raises(IncompatibleError, match=r"`resident='auto'`: only a prediction .*\"60%\""):
+        Offloading("parameters", resident="auto").apply(make_model("dropout"))
+
+
+def test_a_prediction_fills_a_gpu():
+    """With as many blocks as fit, and one more does not; without any GPU it is refused."""
+    gpu = Gpu("small", 820 * MIB)
+    room = gpu.total_bytes - margin_bytes(gpu.total_bytes)
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(12)]
+    model, batch = nn.Sequential(*layers), torch.ones(8, 512)
+
+    def predicted(resident: Any, **more: Any) -> Any:
+        offload = None if resident is None else Offloading("parameters", resident=resident)
+        settings = {"preset": "off", "offload": offload}
+        return predict_memory(
+            model, batch, settings=settings, loss=lambda output, _: output.mean(), **more
+        )
+
+    assert predicted(None, gpu=gpu).device_bytes > room
+    filled = predicted("auto", gpu=gpu)
+    assert filled.device_bytes <= room
+    text = re.search(r"(\d+) of 12 blocks stay there", filled.assumptions[-1])
+    assert text is not None
+    number = int(text[1])
+    assert predicted(number, gpu=gpu).device_bytes == filled.device_bytes
+    assert predicted(number + 1, gpu=gpu).device_bytes > room
+    whole = predicted("auto", gpu="T4")
+    assert whole.peak_bytes == predicted(None, gpu="T4").peak_bytes
+    with pytest.raises(ConfigurationError, match='Use `gpu="RTX 3060"`'):
+        predicted("auto")

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_fake, is_host
-from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Technique, settings_of
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
@@ -53,25 +53,31 @@ class OffloadSetting(ModuleSetting):
     _why_no_tables = ""
     why_form = ""
     """Why what is on the host is in another form than the fastest."""
+    note = ""
+    """How many blocks were chosen to stay on the device."""
 
     def read(self) -> Any:
         arguments, given = self.arguments, self.arguments[self.name]
         technique, budget = super().read(), arguments["host_budget"]
-        is_own = technique is None or isinstance(given, Offloading)
-        if is_own and budget is not None:
+        if budget is not None and getattr(technique, "host_budget", "unused") is not None:
             raise ConfigurationError(
                 f"`host_budget={budget!r}` is not used with {as_given(arguments, self.name)}. Use "
                 f'`{self.name}="optimizer"`, or pass it to `Offloading`.'
             )
-        if is_own:
-            return technique
+        if technique is None:
+            return None
         is_half = arguments["low_precision_weights"] is not None
-        return dataclasses.replace(
-            technique,
-            host_budget=budget,
-            bytes_per_parameter=host_bytes_per_parameter(arguments),
-            bytes_per_gradient=(2 if is_half else 4) * bool(arguments["optimizer_in_backward"]),
-        )
+        known = {
+            "host_budget": budget,
+            "bytes_per_parameter": host_bytes_per_parameter(arguments),
+            "bytes_per_gradient": (2 if is_half else 4) * bool(arguments["optimizer_in_backward"]),
+        }
+        named = settings_of(technique) if isinstance(given, Offloading) else {}
+        return dataclasses.replace(technique, **{n: v for n, v in known.items() if n not in named})
+
+    def explain(self, note: str) -> None:
+        """Note how many blocks were chosen to stay on the device, or that nothing else waits."""
+        self.note, self.off_reason = note, self.off_reason or note
 
     def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         limit = exactness_limit(self.arguments)
@@ -140,6 +146,7 @@ class OffloadSetting(ModuleSetting):
         super().start(trainer, pl_module)
         residence = None if self._handle is None else self._handle.residence
         if self._handle is None or residence is None:
+            self.add_details(self.note)
             return
         watchers = [o for hook in _BETWEEN_STEPS for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
@@ -169,7 +176,7 @@ class OffloadSetting(ModuleSetting):
             if watchers
             else "updates run beside the next step"
         )
-        self.show("on", *details, exactness=self._exactness_on(trainer).value)
+        self.show("on", *details, self.note, exactness=self._exactness_on(trainer).value)
 
     def _exactness_on(self, trainer: Any) -> Exactness:
         is_moved = trainer.strategy.root_device.type == "cuda"

@@ -38,6 +38,7 @@ from lightning_memsave.techniques.offloading.module_hooks import move_with, tell
 from lightning_memsave.techniques.offloading.quantized import save_as_autograd_does
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.weights import (
+    AUTO,
     choose_weights,
     first_blocks,
     is_number_of_blocks,
@@ -54,6 +55,8 @@ from lightning_memsave.units import format_bytes
 KINDS = ("optimizer", "parameters", "activations", "embeddings")
 _OF_WEIGHTS = {"optimizer", "parameters"}
 _EVERYTHING = "parameters+activations"
+STAY = "blocks stay on the device"
+"""Ends what is said of resident blocks."""
 _UPDATES = "the host's memory and its updates, beside the next step"
 _NUMBERS = (
     *("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device"),
@@ -73,7 +76,7 @@ class OffloadingHandle(Handle[nn.Module]):
             self.residence.wait()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Offloading(Technique[nn.Module]):
     """Keep what a training step does not need at once in the memory of the host.
 
@@ -100,11 +103,13 @@ class Offloading(Technique[nn.Module]):
         num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
             that of the block that computes, and those that it needs next. 1 lets each block wait
             for its weights.
-        resident: How many blocks stay on the device, the last ones of the model, whose weights
-            backward needs first: a number, or a share such as ``"60%"``, rounded down. Their
-            weights, gradients and state are ordinary ones, updated on the device. With AdamW in
-            float32, each of their parameters needs 16 bytes there and none on the host, and saves
-            an update on the host, two copies of the weight per step and one of the gradient.
+        resident: How many blocks stay on the device, the last ones of the model, which backward
+            needs first: a number, or a share such as ``"60%"``, rounded down. Their weights,
+            gradients and state are ordinary ones, updated on the device, and what they save for
+            backward stays there. With AdamW in float32, each of their parameters needs 16 bytes
+            there and none on the host, and saves an update on the host, two copies of the weight
+            per step and one of the gradient. ``"auto"``, in a fit or a prediction: as many as are
+            predicted to fit, and no offloading if all do.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
@@ -180,11 +185,11 @@ class Offloading(Technique[nn.Module]):
             if (value := getattr(self, name)) is not None
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
-        if not is_number_of_blocks(self.resident):
-            what, fix = f"`resident={self.resident!r}`", 'Use a number such as 4, or "60%".'
+        if self.resident != AUTO and not is_number_of_blocks(self.resident):
+            what, fix = f"`resident={self.resident!r}`", 'Use a number such as 4, "60%" or "auto".'
             problems.append(Problem(what, "it is neither a number of blocks nor a share", fix))
-        elif self.resident != 0 and not self._kinds & _OF_WEIGHTS:
-            why = f"with `{self.argument}={self.what!r}` the weights of blocks stay on the device"
+        elif self.resident != 0 and self._kinds == {"embeddings"}:
+            why = f"with `{self.argument}={self.what!r}` nothing of blocks is on the host"
             fix = 'Use `Offloading("parameters", ...)`, or leave it out.'
             problems.append(Problem(f"`resident={self.resident!r}`", why, fix))
         try:
@@ -286,6 +291,7 @@ class Offloading(Technique[nn.Module]):
 
     def _apply(self, target: nn.Module) -> OffloadingHandle:
         memory, blocks = HostMemory(), find_blocks(target, self.blocks)
+        on_host = first_blocks(blocks, self.resident)
         is_here = not any(map(is_fake, target.parameters()))
         worker = HostWorker(in_background=is_here, num_threads=self.num_threads)
         residence: Residence | None = None
@@ -303,7 +309,7 @@ class Offloading(Technique[nn.Module]):
         is_streamed = "parameters" in self._kinds
         if params or tables:
             num_on_device = self.num_blocks_on_device if is_streamed else None
-            own_blocks = first_blocks(blocks, self.resident) if params else []
+            own_blocks = on_host if params else []
             residence = Residence(
                 target,
                 own_blocks,
@@ -324,16 +330,16 @@ class Offloading(Technique[nn.Module]):
                 *look_up_on_host(target, residence),
             ]
             changes += self._changes_of(params, len(own_blocks))
-        if num_resident := len(blocks) - len(first_blocks(blocks, self.resident)):
-            skipped.append(f"the last {num_resident} of {len(blocks)} blocks stay on the device")
+        if num_resident := len(blocks) - len(on_host):
+            skipped.append(f"the last {num_resident} of {len(blocks)} {STAY}")
         if self._kinds & _OF_WEIGHTS and (left or not params):
             skipped.append(f"weights on the device: {left or 'none is trained'}")
-        if "activations" in self._kinds and blocks:
+        if "activations" in self._kinds and on_host:
             copies_of = functools.partial(copies_for, worker=worker, memory=memory)
-            activations = OffloadedActivations(blocks, copies_of, memory, min_bytes=self.min_bytes)
-            changes.append(f"what {len(blocks)} blocks save for backward on the host")
+            activations = OffloadedActivations(on_host, copies_of, memory, min_bytes=self.min_bytes)
+            changes.append(f"what {len(on_host)} blocks save for backward on the host")
             undo += activations.start()
-        elif "activations" in self._kinds:
+        elif "activations" in self._kinds and not blocks:
             skipped.append("activations on the device: no repeated block was found")
         handle = OffloadingHandle(target, changes, skipped, undo)
         handle.residence, handle.memory = residence, memory

@@ -13,6 +13,7 @@ from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import Problem
 from lightning_memsave.techniques.offloading.quantized import has_4_bits
 
+AUTO = "auto"
 _PERCENT = re.compile(r"(\d+(\.\d+)?)%")
 
 
@@ -25,13 +26,19 @@ def is_number_of_blocks(value: object) -> bool:
 
 
 def first_blocks(blocks: Sequence[Block], resident: int | str) -> Sequence[Block]:
-    """Return the blocks whose weights are on the host; a share that stays is rounded down."""
+    """Return the blocks that wait on the host; a share that stays is rounded down."""
+    if resident == AUTO:
+        return blocks
     if isinstance(resident, str):
         resident = int(Fraction(resident.removesuffix("%")) * len(blocks) / 100)
     return blocks[: max(0, len(blocks) - resident)]
 
 
 def problems_of_number(blocks: Sequence[Block], resident: int | str) -> list[Problem]:
+    if resident == AUTO:
+        why = "only a prediction for a GPU, or for the device of a fit, knows how much fits"
+        fix = 'Use a number such as 4 or "60%", or train with `MemSaveCallback`.'
+        return [Problem(f"`resident={resident!r}`", why, fix)]
     if not blocks or isinstance(resident, str) or resident <= len(blocks):
         return []
     why, fix = f"the model has {len(blocks)} blocks", f"Use a number up to {len(blocks)}."
