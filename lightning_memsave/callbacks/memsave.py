@@ -78,9 +78,8 @@ class MemSaveCallback(CallbackBase):
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
             `MicroBatching`. ``"halve"``, the presets' value, starts with the whole batch; when
             memory runs out, the batch is repeated with half the size, which is kept and saved in
-            checkpoints. Evaluation does the same where a few samples prove that it only rounds.
-            With ``MicroBatching(1, of="blocks")`` so many samples pass a block at once, and weights
-            that ``offload`` streams come once for the batch.
+            checkpoints. Evaluation does so where a few samples prove that it only rounds. With
+            ``MicroBatching(1, of="blocks")`` weights that ``offload`` streams come once per batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
         chunked_cross_entropy: Compute the loss of a linear head without its logits; True, a number
@@ -94,8 +93,7 @@ class MemSaveCallback(CallbackBase):
             that the host updates), ``"parameters"`` (also the weights of blocks),
             ``"activations"``, ``"embeddings"``, several with ``+`` between them, True for
             ``"parameters+activations"``; or `Offloading`.
-        attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
-            `AttentionKernel`.
+        attention: Kernel of Hugging Face models, such as ``"sdpa"``; or `AttentionKernel`.
         preset: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
             optimizer, micro-batches), ``"bitwise"`` (all that keeps training the same bit for bit),
             ``"single_gpu"`` (the least GPU memory without host memory), ``"offload"`` (the least
@@ -112,9 +110,8 @@ class MemSaveCallback(CallbackBase):
             Settings that move them further are off in a preset, and refused if they are given.
         predict: Predict peak memory before the first step, by training two steps on fake tensors,
             for 20 seconds at most; ``False`` disables it, a number is another limit in seconds.
-        report: Print the table and write ``memsave_report.json``. Where neither this nor
-            ``predict`` or ``budget`` is on, memory is not measured; a `GPUMemoryMonitor` with
-            settings of its own stands beside this callback in the Trainer's list.
+        report: Print the table and write ``memsave_report.json``. Without this, ``predict`` and
+            ``budget`` memory is not measured, but by a `GPUMemoryMonitor` of the Trainer's list.
 
     Raises:
         ConfigurationError: If arguments are wrong on their own; the message lists all that are.
@@ -245,11 +242,11 @@ class MemSaveCallback(CallbackBase):
         self._user = id(trainer)
         if not is_fit:
             return
-        if apply is not None:
-            function = functools.partial(apply, trainer, pl_module)
-            self._undo_setup.append(before_strategy_setup(trainer, function))
-        else:
+        if apply is None:
             self._undo_setup += self._prediction.setup(trainer)
+        else:
+            function = functools.partial(self._apply_late, apply, trainer, pl_module)
+            self._undo_setup.append(before_strategy_setup(trainer, function))
         with self._settings.undone_on_error():
             self._measure(trainer, pl_module)
 
@@ -293,8 +290,6 @@ class MemSaveCallback(CallbackBase):
         if self._micro_batches.is_auto:
             needed = None if self.plan.frontier else size  # of the checkpoint
             self._micro_batches.plan(chosen.get("micro_batch_size"), needed)
-        if problems := self._settings.apply(trainer, pl_module, True):
-            raise IncompatibleError(type(self).__name__, problems)
 
     def _fill_device(self, trainer: Any, pl_module: Any) -> None:
         from lightning_memsave.callbacks.run_plan import fill_device
@@ -303,7 +298,10 @@ class MemSaveCallback(CallbackBase):
         arguments = self.arguments | chosen
         self._use(make_settings(type(self).__name__, arguments), with_preset(arguments))
         self._settings.find(OffloadSetting).explain(note)
-        if problems := self._settings.apply(trainer, pl_module, True):
+
+    def _apply_late(self, choose: Callable[[Any, Any], None], *passed: Any) -> None:
+        choose(*passed)
+        if problems := self._settings.apply(*passed, True):
             raise IncompatibleError(type(self).__name__, problems)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
