@@ -299,9 +299,9 @@ class MemSaveCallback(CallbackBase):
         self._use(make_settings(type(self).__name__, arguments), with_preset(arguments))
         self._settings.find(OffloadSetting).explain(note)
 
-    def _apply_late(self, choose: Callable[[Any, Any], None], *passed: Any) -> None:
-        choose(*passed)
-        if problems := self._settings.apply(*passed, True):
+    def _apply_late(self, choose: Callable[[Any, Any], None], trainer: Any, module: Any) -> None:
+        choose(trainer, module)
+        if problems := self._settings.apply(trainer, module, True):
             raise IncompatibleError(type(self).__name__, problems)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
