@@ -23,6 +23,7 @@ from lightning_memsave.callbacks.memory_summary import MemorySummary
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.work import Work
 from tests.callbacks.lit import WithLoss, make_lit, make_trainer, model_step
 from tests.callbacks.test_run_prediction import (
     assert_is_predicted,
@@ -445,6 +446,7 @@ class TestSummary:
             peak=MemoryBreakdown(activation_bytes=2**30),
             reserved_bytes=None,
             guesses=(),
+            work=Work(),
         )
         rows = dict(replace(summary, prediction=cast("Any", predicted)).rows())
         assert rows["  activation"] == "1.00 GiB"
