@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_memsave import predict_memory
+from lightning_memsave import LowBitOptimizer, predict_memory
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.trainer.test_fsdp2 import AT_ONCE, Tied, batches, lit, off
@@ -20,11 +20,14 @@ from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on_two
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+LOW_BIT = LowBitOptimizer(min_8bit_size=64)
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "optimizer": {"offload": "optimizer"},
     "parameters": {"offload": "parameters"},
     "preset": {"offload": "parameters+activations", "activation_checkpointing": "all"},
+    "8bit": {"optimizer": LOW_BIT},
+    "8bit, parameters": {"optimizer": LOW_BIT, "offload": "parameters"},
 }
 
 
@@ -84,6 +87,12 @@ def test_training_is_that_of_ddp(found, name):
             # The host of a real GPU rounds updates otherwise than its kernels do.
             assert values == (plain if counters.is_on else pytest.approx(plain, rel=1e-3, abs=1e-3))
     assert found[0][name][1] == found[1][name][1]
+
+
+def test_processes_update_their_share_of_8_bit_state_by_their_devices(found):
+    for own in found:
+        assert own["8bit, parameters"][:2] == own["8bit"][:2]
+    assert found[0]["8bit, parameters"][1] == found[1]["8bit, parameters"][1]
 
 
 @pytest.mark.real_gpu_too
