@@ -37,6 +37,7 @@ def write_tables(folder: Path) -> str:
         "fits": _fits,
         "ladder": _ladder,
         "accuracy": _accuracy,
+        "host_updates": _host_updates,
     }
     lines = list(_read([folder / step.file_name for step in STEPS]))
     lines += _read([folder / VIRTUAL])
@@ -76,6 +77,18 @@ def _ladder(lines: list[Line]) -> str:
             rows.append([line["of"], time, *cells, f"{line['losses'][-1]:.4f}"])
     header = ["row, trainer", "step (ms)", "allocated (MiB)", "reserved (MiB)", "last loss"]
     return markdown_table(header, rows) if rows else ""
+
+
+def _host_updates(lines: list[Line]) -> str:
+    found = [line for line in lines if line.get("check") == "host_updates"]
+    rows = [
+        [each["case"], f"{each['numel']:,}" if "numel" in each else "-", f"{seconds:.3f}"]
+        for each in found
+        if (seconds := each.get("s_per_billion")) is not None
+    ]
+    notes = [each["note"] for each in found if "note" in each]
+    header = ["updates", "parameters at once", "s per billion parameters"]
+    return "\n\n".join([markdown_table(header, rows), *notes]) if rows else ""
 
 
 def _accuracy(lines: list[Line]) -> str:

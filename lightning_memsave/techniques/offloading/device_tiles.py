@@ -26,7 +26,7 @@ _BYTES_32BIT = 4 + 4 + 2 * 4
 def is_updated_in_tiles(optimizer: Any) -> bool:
     """Return whether the device updates what an optimizer has on the host.
 
-    bitsandbytes' kernels for a CPU are made for tests: 16 cores take 13 to 19 s for a billion
+    bitsandbytes' kernels for a CPU are made for tests: 16 cores take 17 to 20 s for a billion
     parameters, the bus of an H200 0.17 s to bring them and their state to the device and back.
     """
     return is_low_bit(optimizer) and not optimizer.is_paged
