@@ -94,6 +94,26 @@ def test_a_loaded_state_goes_on_with_the_same_bits():
             assert all(map(is_in_piece, moments))
 
 
+@pytest.mark.gpu
+def test_a_larger_parameter_may_be_added(monkeypatch):
+    for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
+        monkeypatch.setattr(device_tiles, name, 2**20)  # a tile for each parameter
+    how: dict[str, Any] = {"optimizer": "adamw_8bit", "device": "cuda"}
+    with closing(Offloaded("dropout", "parameters", **how)) as ours:
+        theirs = Offloaded("dropout", None, **how)
+        for made in (ours, theirs):
+            (group,) = made.optimizer.param_groups
+            most = max(param.numel() for param in group["params"])
+            added = [param for param in group["params"] if param.numel() == most]
+            group["params"] = [param for param in group["params"] if param.numel() < most]
+            made.step(0)
+            made.optimizer.add_param_group({"params": added})
+            for param in added:
+                param.grad = None
+        for number in range(1, 3):
+            assert torch.equal(ours.step(number), theirs.step(number))
+
+
 class Lit(pl.LightningModule):
     """Blocks whose weights have two tiles."""
 

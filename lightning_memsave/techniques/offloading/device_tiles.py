@@ -48,7 +48,7 @@ class DeviceTiles:
             numel * (_BYTES_8BIT if optimizer.uses_8bit(p) else _BYTES_32BIT) for numel, p in sizes
         ]
         num_bytes, numel = int(max(needed)) + 8 * aligned(1), max(numel for numel, _ in sizes)
-        self._device = device
+        self._device, self._known = device, {id(param) for param in params}
         # Kept, so that the memory which a step needs does not depend on when an update runs.
         with counted_as("temporary"), torch.inference_mode(mode=False):
             self._slots = [
@@ -63,6 +63,10 @@ class DeviceTiles:
         if self._up is not None:  # the memory may still be used by what was there before
             for stream in (self._up, torch.cuda.default_stream(device)):
                 stream.wait_stream(torch.cuda.current_stream(device))
+
+    def has_room_for(self, param: Tensor) -> bool:
+        """Return whether a parameter was there when the room was made, unlike one added later."""
+        return id(param) in self._known
 
     def step(self, optimizer: Optimizer, stand_in: nn.Parameter, part: Part, param: Tensor) -> None:
         """Update one parameter; its new values are on the host after `synchronize`."""

@@ -90,7 +90,7 @@ class HostUpdates(StepOwner):
         part.take_back()
         part.keep_halves()
         self._allocate(optimizer, part, gradients)
-        self._make_tiles(optimizer)
+        self._make_tiles(optimizer, gradients)
         landing = self.residence.copies.landing()
         update = self._update_of(optimizer, part, gradients, clip)
 
@@ -178,11 +178,13 @@ class HostUpdates(StepOwner):
                 allocate_state(_double(optimizer, stateless, optimizer.state))
             self._mark_state()
 
-    def _make_tiles(self, optimizer: Optimizer) -> None:
-        if self._tiles is None:
-            params = [p for p in parameters_of(optimizer) if self._is_for_device(optimizer, p)]
-            if params:
-                self._tiles = DeviceTiles(optimizer, params, self.residence.device)
+    def _make_tiles(self, optimizer: Optimizer, needed: Iterable[nn.Parameter]) -> None:
+        own = [param for param in needed if self._is_for_device(optimizer, param)]
+        if self._tiles is not None and all(map(self._tiles.has_room_for, own)):
+            return
+        params = [p for p in parameters_of(optimizer) if self._is_for_device(optimizer, p)]
+        if params:
+            self._tiles = DeviceTiles(optimizer, params, self.residence.device)
 
     def _is_for_device(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
         part = self.residence.part_of(param)
