@@ -335,9 +335,11 @@ def _cuda_assumptions(
     return (*constants, *ASSUMPTIONS, *module_assumptions(pl_module.modules(), operators))
 
 
+# One of each thread that computes matrix products: a model of convolutions alone has none.
 def _workspaces(step: TrainingStep, recording: Recording) -> tuple[int, ...]:
     of_lt = lt_workspaces(len(recording.phases_with_bias))
-    return (*of_lt, *workspaces(step.capability, step.workspace_config))
+    of_both = workspaces(step.capability, step.workspace_config)
+    return (*of_lt, *of_both[: len(recording.first_products)])
 
 
 # Gradients are averaged there, without DDP's buckets.

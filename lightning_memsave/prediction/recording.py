@@ -27,12 +27,14 @@ from lightning_memsave.prediction.wrapped_module import inner_of
 from lightning_memsave.techniques.optimizer_step import is_updating
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
+_OF_CUBLAS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot")
 _PRODUCTS = frozenset(
     (
-        *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv")),
+        *(f"aten.{name}" for name in _OF_CUBLAS),
         "lightning_memsave.add_product",
     )
 )
+_CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
 # gloo sums a copy of its input, of which each process then takes a part; NCCL needs none.
 _REDUCE_SCATTER = "c10d._reduce_scatter_base_"
 _OLDER = frozenset({"other", "input"})
@@ -125,7 +127,9 @@ class StepProfile(LiveTensors):
         name = _name_of(func)
         if name == _REDUCE_SCATTER and not on_cuda(args[1]):
             self._see(args[1].clone(), "temporary")
-        if name.rstrip("_") in _PRODUCTS:  # also in place
+        # Without cuDNN, convolutions are matrix products.
+        is_product = name in _CONVOLUTIONS and not torch.backends.cudnn.enabled
+        if is_product or name.rstrip("_") in _PRODUCTS:  # also in place
             phase = "backward" if in_backward() else "forward"
             self.recording.first_products.setdefault(phase, len(self.recording.events))
             if name == "aten.addmm" and args[0].dim() == 1:

@@ -601,6 +601,13 @@ def test_older_torch_has_workspaces_of_its_own_for_products_with_a_bias(
     assert any("cuBLASLt has 1 MiB more" in line for line in found.assumptions) == is_old
 
 
+@pytest.mark.parametrize(("products", "number"), [((), 0), ((nn.Flatten(), nn.Linear(64, 2)), 2)])
+def test_convolutions_have_no_workspaces_of_matrix_products(products, number):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), *products)
+    found = predict_memory(model, torch.ones(2, 3, 8, 8), settings={"preset": "off"})
+    assert found.workspace_bytes == number * SMALL
+
+
 # Lightning sets the variable for the process.
 def test_deterministic_training_has_larger_workspaces():
     found = [
