@@ -3,7 +3,6 @@
 import os
 import pickle
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +35,8 @@ from lightning_memsave.trainer.trainer import first_of
 from lightning_memsave.units import format_bytes
 
 PREDICT_LIMIT_S = 60.0
+_MAX_HISTORY_ENTRIES = 100_000
+_NUM_LARGEST = 20
 _UNCHANGED = "unchanged"
 _PAGE_NAME = "memsave_oom.html"
 
@@ -57,12 +58,8 @@ class OOMObserver(CallbackBase):
         record_history: Let CUDA's allocator note which line of Python made each tensor, from the
             start of fit on; the snapshot then shows the way to the peak. Makes each allocation
             slower and uses host memory.
-        max_history_entries: Allocations to remember; older ones are forgotten.
-        num_largest: How many of the largest tensors to name.
         predict: Predict on fake tensors which settings would have helped, for about a minute, and
             show them in ``memsave_oom.html``; ``False`` disables it, a number limits the seconds.
-        extra: Called with the `OutOfMemoryReport` when it is complete and has been written, to add
-            to it with ``add_section`` and ``add_file``, or to send it somewhere.
 
     Raises:
         ConfigurationError: If an argument is wrong.
@@ -83,21 +80,14 @@ class OOMObserver(CallbackBase):
         dirpath: str | os.PathLike[str] | None = None,
         *,
         record_history: bool = False,
-        max_history_entries: int = 100_000,
-        num_largest: int = 20,
         predict: bool | float = True,
-        extra: Callable[[OutOfMemoryReport], None] | None = None,
     ) -> None:
         super().__init__()
-        counts = {"max_history_entries": max_history_entries, "num_largest": num_largest}
-        _check_arguments(type(self).__name__, dirpath, record_history, counts, extra)
+        _check_arguments(type(self).__name__, dirpath, record_history)
         limit_s = time_limit(predict)
         self.predict_limit_s = PREDICT_LIMIT_S if predict is True else limit_s
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.record_history = record_history
-        self.max_history_entries = max_history_entries
-        self.num_largest = num_largest
-        self.extra = extra
         self._report: OutOfMemoryReport | None = None
         self._directory = self.dirpath
         self._is_recording = False
@@ -113,7 +103,7 @@ class OOMObserver(CallbackBase):
         return self._report
 
     def extend(self, report: OutOfMemoryReport, trainer: Any, pl_module: Any) -> None:
-        """Add to a report; override it for what needs the Trainer or the module.
+        """Add to a report with ``add_section`` and ``add_file``; override it to add more.
 
         Args:
             report: Complete, and written already: what fails in here loses nothing.
@@ -125,8 +115,6 @@ class OOMObserver(CallbackBase):
             predicted = _predict_remedies(trainer, pl_module, batch, limit_s)
             if predicted is not None:
                 _add_predictions(report, *predicted)
-        if self.extra is not None:
-            self.extra(report)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_batch_at_hand": None, "_outside": None}
@@ -138,7 +126,7 @@ class OOMObserver(CallbackBase):
         # Asks rank zero, which must not be done in `on_exception`: it may be gone by then.
         self._directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
         if self.record_history and trainer.strategy.root_device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=self.max_history_entries)
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_HISTORY_ENTRIES)
             self._is_recording = True
 
     def on_validation_batch_start(
@@ -197,7 +185,7 @@ class OOMObserver(CallbackBase):
 
     def _write(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
         batch = list(tensors_in(self._batch_at_hand))
-        self._report = report = make_report(trainer, pl_module, error, batch, self.num_largest)
+        self._report = report = make_report(trainer, pl_module, error, batch, _NUM_LARGEST)
         report.batch = self._batch
         report.where["batch"] = self._batch_idx
         if report.allocator is not None:
@@ -239,9 +227,7 @@ class OOMObserver(CallbackBase):
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _check_arguments(
-    owner: str, dirpath: object, record_history: object, counts: dict[str, int], extra: object
-) -> None:
+def _check_arguments(owner: str, dirpath: object, record_history: object) -> None:
     problems = []
     if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
         fix = 'Use `dirpath="reports"`, or `None` for the log directory of the run.'
@@ -250,14 +236,6 @@ def _check_arguments(
         fix = "Use `record_history=True` to see which line made each tensor."
         what = f"`record_history={record_history!r}`"
         problems.append(Problem(what, "it must be True or False", fix))
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            fix = f"Use for example `{name}=100`."
-            why = "it must be a whole number of at least 1"
-            problems.append(Problem(f"`{name}={value!r}`", why, fix))
-    if extra is not None and not callable(extra):
-        fix = "Use `extra=lambda report: ...`, or override `extend`."
-        problems.append(Problem(f"`extra={extra!r}`", "it cannot be called", fix))
     if problems:
         raise ConfigurationError.from_problems(owner, problems)
 

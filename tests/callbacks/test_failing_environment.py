@@ -97,12 +97,13 @@ class TestFullDisk:
         assert (TEXT.read_text(), JSON.read_text()) == ("older", "older")
 
     def test_one_file_without_room_leaves_the_others(self, caplog):
-        def extra(report):
-            report.add_file("memsave_oom.html", "x" * 10**6)
+        class Adding(OOMObserver):
+            def extend(self, report, trainer, pl_module):
+                report.add_file("memsave_oom.html", "x" * 10**6)
 
         fails = at_step(2, raise_out_of_memory)
         with full_disk(200_000), pytest.raises(torch.OutOfMemoryError):
-            fit(make_lit(), OOMObserver(extra=extra), fails)
+            fit(make_lit(), Adding(), fails)
         assert names() == ["memsave_oom.json", "memsave_oom.txt"]
         assert json.loads(JSON.read_text())["where"]["batch"] == 2
         assert "Not written: " in caplog.text
