@@ -213,7 +213,6 @@ def explain_memory(
     *,
     device: Literal["cuda", "cpu"] = "cuda",
     gpu: str | Gpu | None = None,
-    cardinalities: Mapping[str, int] | None = None,
     sequence_axis: int | None = None,
     factors: Collection[str] | None = None,
     remedies: bool = True,
@@ -237,7 +236,6 @@ def explain_memory(
         settings: As for `predict_memory`: settings that are already on.
         device: As for `predict_memory`.
         gpu: The GPU that the step should fit, such as ``"T4"`` or ``"12GiB"``.
-        cardinalities: For tabular models: number of categories of each column.
         sequence_axis: Axis of the batch's tensors that is the sequence; ``None`` finds token ids.
         factors: Names of the factors to compute; ``None`` for all.
         remedies: Whether to look for settings that lower the peak, with about 15 predictions; for a
@@ -280,7 +278,7 @@ def explain_memory(
         trainer_arguments=trainer_arguments,
         time_limit_s=time_limit_s,
     )
-    return explain_what_if(what_if, cardinalities=cardinalities, factors=factors, remedies=remedies)
+    return explain_what_if(what_if, factors=factors, remedies=remedies)
 
 
 def compare_memory(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
-    REPEATED,
     add_model_arguments,
     add_step_arguments,
     notes_of,
@@ -50,12 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=False)
-    parser.add_argument(
-        "--cardinality",
-        **REPEATED,
-        metavar="COLUMN=N",
-        help="for tabular models: number of categories of a column; can be repeated",
-    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--no-remedies",
@@ -123,7 +116,6 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
 
     if arguments.batch is None:
         refuse_step_arguments(arguments, "add --batch")
-    cardinalities = _cardinalities(arguments.cardinality)
     target, batch, step = read_step(arguments.target, arguments)
     gpus, notes = read_gpus(arguments), notes_of(target)
     if len(gpus) > 1:
@@ -134,7 +126,6 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
         # The parameters of a checkpoint are known without code for the model.
         explanation = explain_what_if(
             what_if_of(step, target.parameter_source()),
-            cardinalities=cardinalities or None,
             remedies=not arguments.no_remedies,
         )
     prediction = explanation.prediction
@@ -156,16 +147,3 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
         shown = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in notes]
         show_notes(shown)
     return 0 if all(fit.fits for fit in fits) else DOES_NOT_FIT
-
-
-def _cardinalities(pairs: list[str]) -> dict[str, int]:
-    found = {}
-    for pair in pairs:
-        name, _, number = pair.rpartition("=")
-        if not name or not number.isdecimal() or not int(number):
-            raise ConfigurationError(
-                f"--cardinality {pair} is not COLUMN=N with a number of categories of at least 1. "
-                "Write for example --cardinality merchant=867599."
-            )
-        found[name] = int(number)
-    return found

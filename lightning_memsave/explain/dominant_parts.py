@@ -8,7 +8,6 @@ from typing import Self
 import torch
 
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.parameters import ParameterTable, TensorEntry, ancestors
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
@@ -73,9 +72,7 @@ def model_states(table: ParameterTable) -> ModelStates:
 
 # An embedding table below this share of the parameters does not count as one of those that do.
 _MIN_TABLE_SHARE = 0.01
-# A matrix this much longer than wide is there for its many inputs or outputs.
-_LONG = 4
-_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_MAX_NAMED = 3
 _EMBEDDING_NAMES = re.compile(r"(embed|\bw[tp]e\b)", re.IGNORECASE)
 
 
@@ -133,20 +130,11 @@ def _is_embedding(table: ParameterTable, entry: TensorEntry) -> bool:
 
 def _embedding_group(table: ParameterTable, tables: Sequence[TensorEntry]) -> ParameterGroup:
     share = f"{percent_of(table, tables)} of the {table.num_parameters:,} parameters"
-    largest = tables[0]
+    named = ", ".join(_described(entry) for entry in tables[:_MAX_NAMED])
     if len(tables) == 1:
-        sentence = f"The embedding table {_described(largest)} holds {share}."
-        return ParameterGroup(tuple(tables), sentence, is_several=False)
-    number = _NUMBERS[len(tables)] if len(tables) < len(_NUMBERS) else str(len(tables))
-    if len(tables) > 3:
-        named = f"; the largest, {_described(largest)}, alone {percent_of(table, [largest])}"
-        return ParameterGroup(tuple(tables), f"The {number} embedding tables hold {share}{named}.")
-    names = " and ".join(_described(entry) for entry in tables)
-    rows = {entry.shape[0] for entry in tables if entry.shape}
-    why = f": each has a row for every one of {rows.pop():,} entries" if len(rows) == 1 else ""
-    return ParameterGroup(
-        tuple(tables), f"The {number} embedding tables {names} hold {share}{why}."
-    )
+        return ParameterGroup((tables[0],), f"The embedding table {named} holds {share}.", False)
+    more = f" and {len(tables) - _MAX_NAMED} more" if len(tables) > _MAX_NAMED else ""
+    return ParameterGroup(tuple(tables), f"The embedding tables {named}{more} hold {share}.")
 
 
 # Modules with numbers for names, the same class (in a checkpoint: the same tensors) and the same
@@ -188,19 +176,9 @@ def _block_group(
 
 def _single_group(table: ParameterTable, entry: TensorEntry) -> ParameterGroup:
     kind = table.class_names.get(entry.module, "")
-    why = ""
-    if entry.shape and len(entry.shape) == 2:
-        outputs, inputs = entry.shape
-        if outputs >= _LONG * inputs:
-            why = (
-                f": it makes {outputs:,} outputs of {inputs:,} inputs, one for each class or token"
-            )
-        elif inputs >= _LONG * outputs:
-            why = f": it reads {inputs:,} inputs at once"
-    described = f"`{entry.name}` ({kind + ', ' if kind else ''}{shape_of(entry)})"
     sentence = (
-        f"{described} alone holds {percent_of(table, [entry])} of the {table.num_parameters:,} "
-        f"parameters{why}."
+        f"`{entry.name}` ({kind + ', ' if kind else ''}{shape_of(entry)}) alone holds "
+        f"{percent_of(table, [entry])} of the {table.num_parameters:,} parameters."
     )
     return ParameterGroup((entry,), sentence, is_several=False)
 
@@ -223,11 +201,7 @@ _MIN_SHARE = 0.1
 _MIN_BUFFER_SHARE = 0.01
 
 
-def explain_parameters(
-    table: ParameterTable,
-    costs: ModelStates | None = None,
-    cardinalities: Mapping[str, int] | None = None,
-) -> list[str]:
+def explain_parameters(table: ParameterTable, costs: ModelStates | None = None) -> list[str]:
     if table.num_parameters == 0:
         return _lazy(table) or [f"{table.model} has no parameters."]
     tables = embedding_tables(table)
@@ -246,12 +220,7 @@ def explain_parameters(
             f"Nothing dominates the {table.num_parameters:,} parameters: the largest, "
             f"`{largest.name}` ({shape_of(largest)}), holds {percent_of(table, [largest])}."
         )
-    return [
-        *sentences,
-        *_cardinality(table, tables, cardinalities or {}),
-        *_remarks(table, tables, large),
-        *_lazy(table),
-    ]
+    return [*sentences, *_remarks(table, large), *_lazy(table)]
 
 
 def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
@@ -266,54 +235,7 @@ def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
     )
 
 
-def _cardinality(
-    table: ParameterTable, tables: Sequence[TensorEntry], cardinalities: Mapping[str, int]
-) -> list[str]:
-    if not isinstance(cardinalities, Mapping):
-        raise ConfigurationError(
-            f"`cardinalities={cardinalities!r}` is not a mapping of columns to numbers of "
-            "categories. Write for example `cardinalities={'country': 195}`."
-        )
-    for column, number in cardinalities.items():
-        if type(number) is not int or number < 0:
-            raise ConfigurationError(
-                f"`cardinalities={{{column!r}: {number!r}}}` is not a number of categories: it "
-                "must be a whole number of at least 0, such as `{'country': 195}`."
-            )
-    total = sum(cardinalities.values())
-    if not total:
-        return []
-    column, number = max(cardinalities.items(), key=lambda item: item[1])
-    shared = [e for e in tables if e.shape and e.shape[0] >= total and number / e.shape[0] > 0.5]
-    rows = shared[0].shape[0] if shared and shared[0].shape else total
-    largest = (
-        f"Of the {len(cardinalities)} columns one, `{column}`, has {number:,} of the {rows:,} "
-        f"categories ({number / rows:.2%})"
-    ).replace("%", " %")
-    if not shared:
-        return [f"{largest}."]
-    # The bias of an output layer and its matrix, where it is not tied, have as many rows.
-    saved = sum(
-        number * entry.num_elements // rows
-        for entry in table.parameters
-        if entry.shape and entry.shape[0] == rows
-    )
-    return [
-        f"{largest}: without it the embedding table{'s' if len(shared) > 1 else ''} would have "
-        f"{rows - number:,} rows, and the model {table.num_parameters - saved:,} parameters."
-    ]
-
-
-def _remarks(
-    table: ParameterTable, tables: Sequence[TensorEntry], large: Sequence[ParameterGroup]
-) -> Iterator[str]:
-    # What is tied to a head has a gradient in every row.
-    if dominant_embedding(table) and not tables[0].aliases and table.class_names:
-        yield (
-            f"A batch changes only its own rows of `{tables[0].name}`: with `sparse=True` of "
-            "`nn.Embedding`, and `torch.optim.SparseAdam` or SGD for it, its gradient has just "
-            "these."
-        )
+def _remarks(table: ParameterTable, large: Sequence[ParameterGroup]) -> Iterator[str]:
     for entry in (entry for part in large for entry in part.entries if entry.aliases):
         also = "`, `".join(entry.aliases)
         yield f"`{entry.name}` is also `{also}`: it is one tensor and counts once."

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.names import block_template
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.explain.dominant_parts import shape_of
@@ -22,11 +21,6 @@ from lightning_memsave.measure.parameters import (
 from lightning_memsave.prediction.result import PHASES, MemoryPrediction, ModuleMemory
 from lightning_memsave.units import format_bytes
 
-# Together these must make most of the difference to be named in a sentence.
-_MOST = 0.95
-# Above it a share would be a riddle.
-_WHOLE = 1.0005
-_MAX_NAMED = 3
 _MAX_ROWS = 20
 _MAX_NAME_WIDTH = 40
 
@@ -101,32 +95,17 @@ class MemoryComparison:
         return found | {"unit": self.unit, "settings": settings}
 
     def sentences(self) -> list[str]:
-        """Say what changed and which modules did it.
+        """Say what changed; the table names the modules that did it.
 
         Returns:
-            At least one sentence.
+            One sentence.
         """
         before, after = (self._format(n or 0) for n in (self.total.before, self.total.after))
         what = "parameters" if self.kind == "parameters" else "at the peak"
         if not self.total.difference:
             return [f"Both have {after} {what}{'.' if not self.modules else ', but not the same.'}"]
-        times = self._times()
-        found = [f"{before} -> {after} {what} ({self._signed(self.total.difference)}{times})."]
-        decisive = _decisive(grouped(self.modules), self.total.difference)
-        if decisive:
-            found.append(self._share(decisive))
-        return found
-
-    def _share(self, decisive: Sequence[Change]) -> str:
-        together = sum(change.difference for change in decisive)
-        names = " and ".join(
-            f"`{change.name or '(whole)'}` {self._signed(change.difference)}" for change in decisive
-        )
-        share = together / self.total.difference
-        if share < _WHOLE:
-            return f"{names}: {100 * share:.1f} % of the difference."
-        rest = self._signed(self.total.difference - together)
-        return f"{names}: more than the difference, as all others together change by {rest}."
+        change = f"{self._signed(self.total.difference)}{self._times()}"
+        return [f"{before} -> {after} {what} ({change})."]
 
     def _times(self) -> str:
         if not self.total.before or not self.total.after:
@@ -220,20 +199,6 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, st
         for name in dict.fromkeys((*a, *b))
         if a.get(name, "-") != b.get(name, "-")
     )
-
-
-# The fewest changes that make most of the difference.
-def _decisive(changes: Sequence[Change], difference: int) -> list[Change]:
-    found: list[Change] = []
-    for change in changes[:_MAX_NAMED]:
-        # The whole says something only beside its parts.
-        is_all = not change.name and (len(changes) == 1 or change.status in {"new", "gone"})
-        if is_all or change.difference * difference <= 0:
-            break
-        found.append(change)
-        if sum(c.difference for c in found) / difference >= _MOST:
-            return found
-    return []
 
 
 # What torch puts between the names of a module and those inside it: compile, FSDP, checkpointing.
@@ -345,23 +310,10 @@ def _predicted_changes(a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]) -> 
     changes = []
     for name, memory in theirs.items():
         before = mine[old_of[name]] if name in old_of else None
-        # A module shows in its name what it is; the whole has code of many kinds.
-        detail = "" if name or before is None else _moved(before, memory)
         total = None if before is None else before.total_bytes
-        changes.append(Change(name, total, memory.total_bytes, detail))
+        changes.append(Change(name, total, memory.total_bytes))
     changes += [Change(n, memory.total_bytes, None) for n, memory in mine.items() if n not in names]
     return _sorted(change for change in changes if change.difference)
-
-
-def _moved(before: MemoryBreakdown, after: MemoryBreakdown) -> str:
-    old, new = before.by_category(), after.by_category()
-    sizes = sorted(((name, new[name] - old[name]) for name in new), key=lambda item: -abs(item[1]))
-    shown = [
-        f"{name.replace('_', ' ')} {'+' if n > 0 else ''}{format_bytes(n)}"
-        for name, n in sizes[:2]
-        if n
-    ]
-    return f"outside of the modules: {', '.join(shown)}" if shown else ""
 
 
 def _phase_bytes(prediction: MemoryPrediction, phase: str) -> int | None:

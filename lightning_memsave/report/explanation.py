@@ -1,7 +1,7 @@
 """What uses the memory, why, and what would lower it: the result of `explain_memory`."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -146,11 +146,10 @@ class MemoryExplanation:
 def explain_what_if(
     what_if: WhatIf,
     *,
-    cardinalities: Mapping[str, int] | None = None,
     factors: Collection[str] | None = None,
     remedies: bool = True,
 ) -> MemoryExplanation:
-    sentences = _sentences_of(what_if, cardinalities)
+    sentences = _sentences_of(what_if)
     answers = explain_factors(what_if, factors)
     found = tuple(remedies_of(what_if)) if remedies and what_if.can_predict else None
     return MemoryExplanation(
@@ -188,10 +187,8 @@ _NAMES = {
 }
 
 
-def _sentences_of(
-    what_if: WhatIf, cardinalities: Mapping[str, int] | None = None
-) -> tuple[str, ...]:
-    of_parameters = explain_parameters(what_if.table, model_states_of(what_if), cardinalities)
+def _sentences_of(what_if: WhatIf) -> tuple[str, ...]:
+    of_parameters = explain_parameters(what_if.table, model_states_of(what_if))
     if not what_if.can_predict:
         return tuple(of_parameters)
     base = what_if.base()

@@ -246,8 +246,6 @@ def test_predict_memory(arguments, said):
         ({"batch": "8x4"}, '"x=float32[8,10],y=int64[8]"'),
         ({"factors": ["batch"]}, "Use 'batch size'"),
         *(({"factors": w}, "Write for example `factors=[") for w in ("batch size", 3, True)),
-        ({"cardinalities": "x=3"}, "`cardinalities={'country': 195}`"),
-        *(({"cardinalities": {"a": w}}, "such as `{'country': 195}`") for w in ("many", -1, 1.5)),
         *(({"sequence_axis": wrong}, "(samples, tokens, features) it is 1") for wrong in (7, -9)),
         *(({"sequence_axis": wrong}, "it must be from 1 to 1") for wrong in ("time", 1.0, True)),
         ({"device": "tpu", "batch": None}, '`device="cuda", gpu="T4"`'),

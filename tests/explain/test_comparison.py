@@ -47,9 +47,7 @@ class TestParameters:
         # Its matrix is tied to the first table; what has grown is a bias.
         assert (third.name, third.difference) == ("cls.decoder", 864_901)
         assert found.sentences() == [
-            "98,510,560 -> 874,326,757 parameters (+775,816,197, 8.88 times).",
-            "`bert.embeddings.word_embeddings` +719,597,632 and `tab_embeddings.word_embeddings` "
-            "+55,353,664: 99.9 % of the difference.",
+            "98,510,560 -> 874,326,757 parameters (+775,816,197, 8.88 times)."
         ]
 
     def test_equal_models(self):
@@ -129,7 +127,6 @@ class TestParameters:
     def test_nothing_in_common(self):
         found = compare_parameters({"a.w": (10,)}, {"b.c.v": (30,)})
         assert "no parameter names in common" in found.notes[0]
-        assert len(found.sentences()) == 1
 
     def test_an_empty_side(self):
         found = compare_parameters(nn.ReLU(), nn.Linear(2, 2))
@@ -186,7 +183,6 @@ class TestPredictions:
             ("backward", 700),
         ]
         assert named(found) == {"fc.proj": (500, 1200)}
-        assert "`fc.proj` +700 B: 100.0 % of the difference." in found.sentences()
 
     def test_what_was_set_and_where(self):
         a = prediction(settings={"optimizer": "8bit", "x": "1"})
@@ -205,35 +201,6 @@ class TestPredictions:
         plain = compare_predictions(a, b)
         assert (plain.measured, plain.to_dict()["measured"]) == (None, None)
         assert "Measured" not in str(plain)
-
-    def test_a_share_is_never_more_than_the_whole(self):
-        a, b = (
-            {"up.weight": (10 * n,), "down.weight": (40 - 9 * n,), "same.weight": (3,)}
-            for n in (1, 4)
-        )
-        found = compare_parameters(a, b)
-        assert found.total.difference == 3
-        (said,) = (s for s in found.sentences() if "`up`" in s)
-        assert said == ("`up` +30: more than the difference, as all others together change by -27.")
-        assert "%" not in "".join(found.sentences())
-
-    def test_what_the_whole_does_itself_is_named(self):
-        a, b = prediction(), prediction(batch=2)
-        own = [MemoryBreakdown(temporary_bytes=n, activation_bytes=n // 10) for n in (100, 9100)]
-        a, b = (
-            dataclasses.replace(
-                p,
-                peak=p.peak + more,
-                modules=(ModuleMemory("", "Small", 0, more), *p.modules),
-            )
-            for p, more in zip((a, b), own, strict=True)
-        )
-        found = compare_predictions(a, b)
-        assert found.modules[0].name == ""
-        assert found.modules[0].detail == (
-            "outside of the modules: temporary +8.79 KiB, activation +900 B"
-        )
-        assert "`(whole)` +9.67 KiB: 99.0 % of the difference." in found.sentences()
 
     def test_prefixes_do_not_matter(self):
         found = compare_predictions(prediction(), prediction(prefix="model.", batch=2))
@@ -257,8 +224,7 @@ class TestPredictions:
             )
 
         found = compare_predictions(side(1), side(9))
-        words = " ".join(str(found).split())
-        assert all(word in words for word in found.modules[0].detail.split())
+        assert "transformer.h.7" in str(found)
         assert all(len(line) <= 110 for line in str(found).splitlines())
 
 
