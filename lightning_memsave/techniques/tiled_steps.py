@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import is_fake, is_host, on_cuda, repeated
+from lightning_memsave.techniques.muon import is_of_muon
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, ELEMENTWISE, is_low_bit
 from lightning_memsave.techniques.optimizer_step import run_step
 
@@ -26,7 +27,7 @@ class Weights(NamedTuple):
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
     # bitsandbytes' own classes may use norms of updates.
     is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
-    if not is_elementwise or param.numel() <= _tile_numel(param):
+    if not is_elementwise or is_of_muon(optimizer, param) or param.numel() <= _tile_numel(param):
         return False
     tensors = [param, *(v for v in optimizer.state[param].values() if isinstance(v, Tensor))]
     is_dense = param.grad is not None and not param.grad.is_sparse
