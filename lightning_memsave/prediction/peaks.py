@@ -27,7 +27,7 @@ class Peaks:
         # What is there before the first batch has no operator.
         start = [at for at, event in enumerate(self.events) if has_run and event.op][:1]
         firsts = [*start, recording.first_products.get("forward", 0)][:1]
-        firsts.append(recording.first_products.get("backward", 0))
+        firsts += [recording.first_products.get(phase, 0) for phase in ("backward", "updates")]
         self._workspace_places = firsts[: len(workspaces)]
         self.extra = sum(
             (MemoryBreakdown.from_categories({name: size}) for name, size, _ in self.blocks),

@@ -337,7 +337,8 @@ def _cuda_assumptions(
 
 def _workspaces(step: TrainingStep, recording: Recording) -> tuple[int, ...]:
     of_lt = lt_workspaces(len(recording.phases_with_bias))
-    return (*of_lt, *workspaces(step.capability, step.workspace_config))
+    num_threads = 3 if "updates" in recording.first_products else 2
+    return (*of_lt, *workspaces(step.capability, step.workspace_config, num_threads))
 
 
 # Gradients are averaged there, without DDP's buckets.

@@ -144,6 +144,11 @@ def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "memsave_kind")
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its class is torch's own; Muon's says that it is of ``torch.optim`` itself."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 STATE_KEYS = "memsave_state_keys"
 """Attribute of what ``NamedOptimizer`` gives: the keys that states of parameters have after a step;
 empty if they are not known."""

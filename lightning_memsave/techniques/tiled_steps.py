@@ -1,6 +1,6 @@
 """Update bfloat16 parameters in float32, large ones tile by tile."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,15 @@ CUDA_FACTOR = 4
 class Weights(NamedTuple):
     load: Callable[[Any], Tensor]
     store: Callable[[Any, Tensor], None]
+
+
+class Values(NamedTuple):
+    """Numbers that an optimizer updates in the place of a parameter, or of a part of it."""
+
+    group: Mapping[str, Any]
+    values: Tensor
+    grad: Tensor
+    state: dict[str, Any]
 
 
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
@@ -100,14 +109,24 @@ def step_values(
     state: dict[str, Any],
 ) -> dict[str, Any]:
     """Update values in place; return the state that they have then."""
-    values.grad = grad
-    optimizer.state[values] = state
+    (after,) = step_together(optimizer, [Values(group, values, grad, state)])
+    return after
+
+
+def step_together(optimizer: Optimizer, several: Sequence[Values]) -> list[dict[str, Any]]:
+    """Update values in place, in one step; return the states that they have then."""
+    groups: dict[int, dict[str, Any]] = {}
+    for group, values, grad, state in several:
+        values.grad = grad
+        optimizer.state[values] = state
+        groups.setdefault(id(group), {**group, "params": []})["params"].append(values)
     try:
-        run_step(optimizer, [{**group, "params": [values]}])
+        run_step(optimizer, list(groups.values()))
     finally:
-        state = optimizer.state.pop(values)
-        values.grad = None
-    return state
+        after = [optimizer.state.pop(each.values) for each in several]
+        for each in several:
+            each.values.grad = None
+    return after
 
 
 def _view(key: str, value: Any, numel: int, part: slice) -> Tensor | None:

@@ -25,7 +25,7 @@ from lightning_memsave.techniques.muon import (
     problems_without_matrices,
 )
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
-from lightning_memsave.techniques.optimizer_kinds import STATE_KEYS, wrapper_problems
+from lightning_memsave.techniques.optimizer_kinds import STATE_KEYS, is_of_torch, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     double_of,
     show_steps,
@@ -307,7 +307,7 @@ def _state_after_a_step(
 
 
 def _state_before(optimizer: Optimizer) -> State | None:
-    if not type(optimizer).__module__.startswith("torch.optim."):  # a step may change anything
+    if not is_of_torch(optimizer):  # a step may change anything
         return None
     return _state_after_a_step(
         lambda groups: double_of(optimizer, groups, defaultdict(dict)), optimizer
