@@ -30,7 +30,7 @@ def is_updated_in_tiles(optimizer: Any, param: Tensor) -> bool:
     parameters, the bus of an H200 0.17 s to bring them and their state to the device and back. And
     Muon multiplies matrices.
     """
-    return is_of_muon(optimizer, param) or (is_low_bit(optimizer) and not optimizer.is_paged)
+    return is_of_muon(optimizer, param) or is_low_bit(optimizer)
 
 
 def lock_state(state: dict[str, Any], memory: HostMemory) -> None:
@@ -87,9 +87,9 @@ class _Slots:
             self._freed[self._index] = self._down.record_event(event)
 
     def synchronize(self) -> None:
-        for event in self._freed:
-            if event is not None:
-                event.synchronize()
+        event = self._freed[self._index]  # the last one: those before it are of the same stream
+        if event is not None:
+            event.synchronize()
 
     # All in one call, without Python's lock, which the thread that launches the step needs.
     def _copy(self, stream: Any, targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -330,7 +330,11 @@ def _double(
         }
         for group in optimizer.param_groups
     ]
-    return double_of(optimizer, groups, state)
+    double: Any = double_of(optimizer, groups, state)
+    if is_low_bit(double):
+        double.is_paged = False  # CUDA moves state of what is on the device only
+    made: Optimizer = double
+    return made
 
 
 def _step_in_float32(
