@@ -52,7 +52,7 @@ def problems_of_strategy(facts: TrainerFacts, written: str) -> list[Problem]:
 
 def is_of_muon(optimizer: Any, param: Tensor) -> bool:
     """Return whether Muon updates a parameter, or what stands in for one with its state."""
-    matrices = getattr(optimizer, "matrices", None)
+    matrices = getattr(optimizer, "muon_matrices", None)
     if matrices is None:
         return type(optimizer) is Muon
     state = optimizer.state.get(param)
@@ -68,7 +68,7 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any], flat: Callable[.
     """Raise if a state is not Muon's, or was written with other matrices for it."""
     pairs = list(zip(state_dict["param_groups"], optimizer.param_groups, strict=False))
     is_own = all("ns_steps" in saved for saved, _ in pairs) and all(
-        has_momentum(flat(state)) is (param in optimizer.matrices)
+        has_momentum(flat(state)) is (param in optimizer.muon_matrices)
         for saved, own in pairs
         for key, param in zip(saved["params"], own["params"], strict=False)
         if (state := state_dict["state"].get(key))

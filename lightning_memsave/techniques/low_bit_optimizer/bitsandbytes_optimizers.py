@@ -432,7 +432,7 @@ def build(
     new.couples_weight_decay = kind.word == "adam"
     new.bits_by_param = dict(bits_by_param)
     if kind.word == "muon":
-        new.matrices = {*matrices}
+        new.muon_matrices = {*matrices}
     take_hooks(new, optimizer)
     result: torch.optim.Optimizer = new
     return result

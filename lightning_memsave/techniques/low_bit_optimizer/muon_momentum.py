@@ -20,7 +20,7 @@ else:
 class MatricesByMuon(_Base):
     """Mixin for bitsandbytes' AdamW, which updates what is not a matrix of a block."""
 
-    matrices: set[Tensor]
+    muon_matrices: set[Tensor]
 
     def init_state(self, group: Any, p: Tensor, group_index: int, param_index: int) -> None:
         if not is_of_muon(self, p):
@@ -50,7 +50,7 @@ class MatricesByMuon(_Base):
     def __getstate__(self) -> dict[str, Any]:
         # Own parameters only: a copy of this optimizer must not copy a frozen model.
         own = {*parameters_of(self)}
-        return {**super().__getstate__(), "matrices": self.matrices & own}
+        return {**super().__getstate__(), "muon_matrices": self.muon_matrices & own}
 
 
 def _whole(state: dict[str, Any], dtype: torch.dtype) -> Tensor:

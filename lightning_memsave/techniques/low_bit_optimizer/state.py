@@ -91,8 +91,8 @@ def _refuse_what_fails_in_a_step(state_dict: StateDict, target: torch.optim.Opti
         for key in group["params"]:
             state = state_dict["state"].get(key)
             if state and known and not any(state.keys() >= keys for keys in known):
-                problem = _other_family(family_of(state, group), target)
-                raise IncompatibleError("optimizer", [problem])
+                family = "muon" if "ns_steps" in group else family_of(state, group)
+                raise IncompatibleError("optimizer", [_other_family(family, target)])
 
 
 def sharded_state_dict(optimizer: Any, state_dict: StateDict) -> StateDict:
@@ -125,7 +125,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
     word = getattr(optimizer, "memsave_kind", None)
     if word is not None:
         return KIND_BY_WORD[word]
-    if hasattr(optimizer, "matrices"):
+    if hasattr(optimizer, "muon_matrices"):
         return KIND_BY_WORD["muon"]
     family = getattr(optimizer, "optimizer_name", None)
     if family is not None:

@@ -344,7 +344,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         trained = trained_parameters(new)
         in_8bit = [p for p in trained if new.uses_8bit(p)]  # type: ignore[attr-defined]
         old_name, new_name = type(old).__name__, kind.name
-        matrices: set[torch.Tensor] = getattr(new, "matrices", set())
+        matrices: set[torch.Tensor] = getattr(new, "muon_matrices", set())
         if named_kind(self.optimizer) is None:
             new_name = f"8-bit {old_name}"
         elif matrices:

@@ -46,7 +46,7 @@ class _MuonWithAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        self.matrices: set[Tensor] = set()
+        self.muon_matrices: set[Tensor] = set()
         """What Muon updates, of the parameters that are or may come into the groups."""
         of_muon: dict[str, Any] = {
             "lr": lr,
@@ -94,7 +94,7 @@ class _MuonWithAdamW(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Own parameters only: a copy of this optimizer must not copy a frozen model.
         own = {param for group in self.param_groups for param in group["params"]}
-        return {**super().__getstate__(), "matrices": self.matrices & own}
+        return {**super().__getstate__(), "muon_matrices": self.muon_matrices & own}
 
 
 class _AdamWBf16State(AdamW):

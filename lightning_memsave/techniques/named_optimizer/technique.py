@@ -170,7 +170,7 @@ class NamedOptimizer(Technique[Optimizer]):
             problem = Problem(f"`optimizer={self.optimizer!r}`", _said(error), fix)
             raise IncompatibleError(self.name, [problem]) from error
         if isinstance(new, _MuonWithAdamW):
-            new.matrices = self._matrices()
+            new.muon_matrices = self._matrices()
         take_hooks(new, target)
         state = _state_after_a_step(make, new)
         vars(new)[STATE_KEYS] = {frozenset(own) for own in (state or {}).values()}
@@ -192,7 +192,7 @@ class NamedOptimizer(Technique[Optimizer]):
         if not isinstance(new, _MuonWithAdamW):
             return type(new).__name__
         params = [param for param in parameters_of(new) if param.requires_grad]
-        num = len(new.matrices.intersection(params))
+        num = len(new.muon_matrices.intersection(params))
         return f"Muon for {num} matrices of blocks, AdamW for {len(params) - num} other tensors"
 
 
@@ -298,7 +298,7 @@ def _state_after_a_step(
         try:
             double = make(groups)
             if isinstance(like, _MuonWithAdamW) and isinstance(double, _MuonWithAdamW):
-                double.matrices = {empty[param] for param in like.matrices & empty.keys()}
+                double.muon_matrices = {empty[param] for param in like.muon_matrices & empty.keys()}
             with torch.no_grad():
                 step_without_hooks(double)
         except Exception:  # whatever needs data, or a kernel for it
