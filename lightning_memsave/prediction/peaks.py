@@ -26,8 +26,9 @@ class Peaks:
         self.blocks = [*extra, *(("other", num_bytes, "") for num_bytes in workspaces)]
         # What is there before the first batch has no operator.
         start = [at for at, event in enumerate(self.events) if has_run and event.op][:1]
-        firsts = [*start, recording.first_products.get("forward", 0)][:1]
-        firsts.append(recording.first_products.get("backward", 0))
+        phases = [p for p in ("forward", "backward", "updates") if p in recording.first_products]
+        firsts = [recording.first_products[phase] for phase in phases]
+        firsts[:1] = [*start, *firsts[:1]][:1]
         self._workspace_places = firsts[: len(workspaces)]
         self.extra = sum(
             (MemoryBreakdown.from_categories({name: size}) for name, size, _ in self.blocks),

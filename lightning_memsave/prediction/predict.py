@@ -338,8 +338,8 @@ def _cuda_assumptions(
 # One of each thread that computes matrix products: a model of convolutions alone has none.
 def _workspaces(step: TrainingStep, recording: Recording) -> tuple[int, ...]:
     of_lt = lt_workspaces(len(recording.phases_with_bias))
-    of_both = workspaces(step.capability, step.workspace_config)
-    return (*of_lt, *of_both[: len(recording.first_products)])
+    threads = workspaces(step.capability, step.workspace_config, len(recording.first_products))
+    return (*of_lt, *threads)
 
 
 # Gradients are averaged there, without DDP's buckets.

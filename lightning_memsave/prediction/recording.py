@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memsave.core.clock import processor_time_s
-from lightning_memsave.core.memory import HOST, on_cuda
+from lightning_memsave.core.memory import HOST, category_in_context, on_cuda
 from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
 from lightning_memsave.prediction.result import ModuleMemory
@@ -130,7 +130,9 @@ class StepProfile(LiveTensors):
         # Without cuDNN, convolutions are matrix products.
         is_product = name in _CONVOLUTIONS and not torch.backends.cudnn.enabled
         if is_product or name.rstrip("_") in _PRODUCTS:  # also in place
-            phase = "backward" if in_backward() else "forward"
+            # Products of offloaded updates that count as the device's: they have their own thread.
+            in_updates = category_in_context() == "temporary"
+            phase = "updates" if in_updates else "backward" if in_backward() else "forward"
             self.recording.first_products.setdefault(phase, len(self.recording.events))
             if name == "aten.addmm" and args[0].dim() == 1:
                 self.recording.phases_with_bias.add(phase)

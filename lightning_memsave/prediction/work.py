@@ -40,10 +40,6 @@ NO_KERNEL = frozenset(
 # Tensors that one kernel of `multi_tensor_apply` serves, at five lists (`depth_to_max_tensors` in
 # ATen's MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH = 30
-# On a CPU bitsandbytes composes its updates of many operators, which take so many times as long as
-# their bytes do in torch's fused AdamW: 36 ns per parameter beside 1.3 (torch 2.13, bitsandbytes
-# 0.50, one thread of an Intel Xeon).
-_SLOWNESS_OF_8BIT = 50
 # An 8-bit update is called from Python for each parameter: 31 ms for the 102 of RoBERTa, where all
 # other operators take 43 microseconds each (H200, 16 virtual cores; benchmarks/results).
 _LAUNCHES_OF_8BIT = 8
@@ -170,8 +166,6 @@ class WorkCounter:
             kind = _place_of(tensors, is_copy=traits.is_copy)
             if kind in ("to_host", "from_host"):
                 num_bytes //= 2
-            elif kind == "host":
-                num_bytes *= traits.slowness_on_host
         elif kind == "network":
             num_bytes = _sent_bytes([_moved_bytes(tensor) for tensor in tensors])
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
@@ -249,7 +243,6 @@ class _Traits(NamedTuple):
     is_copy: bool = False
     is_list: bool = False
     written: tuple[int, ...] = (0,)
-    slowness_on_host: int = 1
     num_launches: float = 1
 
 
@@ -273,9 +266,9 @@ def _traits_of(func: Any) -> _Traits:
     overwrites = is_out or is_copy or name in ("fill_", "zero_")
     arguments = enumerate(func._schema.arguments)
     written = tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    slowness, launches = (_SLOWNESS_OF_8BIT, _LAUNCHES_OF_8BIT) if "8bit" in name else (1, 1)
+    launches = _LAUNCHES_OF_8BIT if "8bit" in name else 1
     is_list = name.startswith("_foreach_")
-    return _Traits(True, kind, count, overwrites, is_copy, is_list, written, slowness, launches)
+    return _Traits(True, kind, count, overwrites, is_copy, is_list, written, launches)
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:

@@ -26,6 +26,12 @@ class Kind:
     state_keys: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     has_step_tensor: bool = True
+    own_name: str = ""
+    """Where it does more than its class of bitsandbytes."""
+
+    @property
+    def name(self) -> str:
+        return self.own_name or self.class_name
 
     @property
     def num_moments(self) -> int:
@@ -35,6 +41,15 @@ class Kind:
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON: Mapping[str, Any] = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_steps": 5,
+    "ns_eps": 1e-7,
+    "adjust_lr_fn": "match_rms_adamw",
+}
+"""Settings of Muon beside those of AdamW; ``ns_eps`` is its ``eps``."""
 
 KINDS: tuple[Kind, ...] = (
     Kind("adamw", "AdamW8bit", "PagedAdamW8bit", "adam", _MOMENTS, {**_ADAM, "weight_decay": 0.01}),
@@ -66,9 +81,20 @@ KINDS: tuple[Kind, ...] = (
         {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
     ),
 )
+_MUON_8BIT = Kind(
+    "muon",
+    "AdamW8bit",
+    None,
+    "adam",
+    _MOMENTS,
+    {**_ADAM, **MUON, "weight_decay": 0.01},
+    own_name="Muon8bit",
+)
+MOMENTUM = Kind("muon", "", None, "muon", ("momentum_buffer",), has_step_tensor=False)
+"""What Muon keeps of a matrix; of the rest it keeps what AdamW does."""
 OTHER_NAMES = ("muon", "adamw_bf16_state")
 """What ``NamedOptimizer`` makes, beside ``"package:Class"``."""
-KIND_BY_WORD = MappingProxyType({kind.word: kind for kind in KINDS})
+KIND_BY_WORD = MappingProxyType({kind.word: kind for kind in (*KINDS, _MUON_8BIT)})
 
 # Exact types: a subclass may compute something else.
 KIND_BY_TYPE = MappingProxyType(
@@ -116,6 +142,11 @@ def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer was made by ``LowBitOptimizer``."""
     return hasattr(optimizer, "memsave_kind")
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its class is torch's own; Muon's says that it is of ``torch.optim`` itself."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 STATE_KEYS = "memsave_state_keys"
@@ -218,7 +249,7 @@ def set_groups(
             own.add("weight_decay")
         group.update({key: value for key, value in defaults.items() if key not in own})
         if kind.family == "adam":
-            group["decoupled_weight_decay"] = kind.word == "adamw"
+            group["decoupled_weight_decay"] = kind.word != "adam"
     written = {*kind.defaults, "decoupled_weight_decay"}
 
     def restore(new: torch.optim.Optimizer) -> None:

@@ -32,7 +32,12 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import undo_all
-from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE, is_low_bit, is_made_here
+from lightning_memsave.techniques.optimizer_kinds import (
+    ELEMENTWISE,
+    is_low_bit,
+    is_made_here,
+    is_of_torch,
+)
 
 OWN_STATE = (COMPENSATION, SEED) = ("compensation", "rounding_seed")
 """Keys of the state that rounded updates add to that of the optimizer."""
@@ -356,7 +361,7 @@ def allocates_all_state(optimizer: Optimizer) -> bool:
         groups = optimizer.param_groups
         return all(g["momentum"] == 0 or g["dampening"] == 0 for g in groups)
     is_ours = is_low_bit(optimizer) or is_made_here(optimizer)
-    is_known = is_ours or type(optimizer).__module__.startswith("torch.optim.")
+    is_known = is_ours or is_of_torch(optimizer)
     return is_known and updates_each_alone(optimizer)
 
 
@@ -407,7 +412,7 @@ def _allocate(
         # Its state has the type of the gradient, which is float32 where weights are rounded.
         if all(param.dtype is torch.float32 for param in stateless):
             initialize_state(optimizer, group, stateless)
-    elif is_made_here(optimizer) or type(optimizer).__module__.startswith("torch.optim."):
+    elif is_made_here(optimizer) or is_of_torch(optimizer):
         initialize_state(optimizer, group, stateless)
 
 

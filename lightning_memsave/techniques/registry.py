@@ -155,7 +155,8 @@ def uses_blocks(settings: Mapping[str, Any]) -> bool:
     """Say whether `blocks` is used without checkpointing, too."""
     in_blocks = BlockMicroBatching.from_value(settings.get(MicroBatching.argument))
     optimizer = settings.get(NamedOptimizer.argument)
-    is_muon = getattr(optimizer, NamedOptimizer.argument, optimizer) == "muon"
+    name = getattr(optimizer, NamedOptimizer.argument, optimizer)
+    is_muon = isinstance(name, str) and name in ("muon", "muon_8bit")
     return bool(settings.get(Offloading.argument)) or in_blocks is not None or is_muon
 
 

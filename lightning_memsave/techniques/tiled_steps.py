@@ -1,6 +1,6 @@
 """Update bfloat16 parameters in float32, large ones tile by tile."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import is_fake, is_host, on_cuda, repeated
+from lightning_memsave.techniques.muon import is_of_muon
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, ELEMENTWISE, is_low_bit
 from lightning_memsave.techniques.optimizer_step import run_step
 
@@ -23,10 +24,19 @@ class Weights(NamedTuple):
     store: Callable[[Any, Tensor], None]
 
 
+class Values(NamedTuple):
+    """Numbers that an optimizer updates in the place of a parameter, or of a part of it."""
+
+    group: Mapping[str, Any]
+    values: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+
+
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
     # bitsandbytes' own classes may use norms of updates.
     is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
-    if not is_elementwise or param.numel() <= _tile_numel(param):
+    if not is_elementwise or is_of_muon(optimizer, param) or param.numel() <= _tile_numel(param):
         return False
     tensors = [param, *(v for v in optimizer.state[param].values() if isinstance(v, Tensor))]
     is_dense = param.grad is not None and not param.grad.is_sparse
@@ -99,14 +109,24 @@ def step_values(
     state: dict[str, Any],
 ) -> dict[str, Any]:
     """Update values in place; return the state that they have then."""
-    values.grad = grad
-    optimizer.state[values] = state
+    (after,) = step_together(optimizer, [Values(group, values, grad, state)])
+    return after
+
+
+def step_together(optimizer: Optimizer, several: Sequence[Values]) -> list[dict[str, Any]]:
+    """Update values in place, in one step; return the states that they have then."""
+    groups: dict[int, dict[str, Any]] = {}
+    for group, values, grad, state in several:
+        values.grad = grad
+        optimizer.state[values] = state
+        groups.setdefault(id(group), {**group, "params": []})["params"].append(values)
     try:
-        run_step(optimizer, [{**group, "params": [values]}])
+        run_step(optimizer, list(groups.values()))
     finally:
-        state = optimizer.state.pop(values)
-        values.grad = None
-    return state
+        after = [optimizer.state.pop(each.values) for each in several]
+        for each in several:
+            each.values.grad = None
+    return after
 
 
 def _view(key: str, value: Any, numel: int, part: slice) -> Tensor | None:

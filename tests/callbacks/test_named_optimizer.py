@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from lightning_memsave import (
     ConfigurationError,
     IncompatibleError,
+    LowBitOptimizer,
     MemSaveCallback,
     NamedOptimizer,
     plan_memory,
@@ -32,7 +33,7 @@ from tests.callbacks.lit import (
 )
 from tests.helpers import assert_same
 
-NAMES = ("muon", "adamw_bf16_state", "torch.optim:NAdam")
+NAMES = ("muon", "muon_8bit", "adamw_bf16_state", "torch.optim:NAdam")
 BESIDE: tuple[dict[str, Any], ...] = (
     {"offload": "optimizer"},
     {"offload": "parameters+activations"},
@@ -132,6 +133,8 @@ def test_resumes_bit_for_bit(package, name, offload, tmp_path):
         ("muon", None),
         (None, "muon"),
         ("8bit", "muon"),
+        ("8bit", "muon_8bit"),
+        ("muon_8bit", "8bit"),
         (None, "torch.optim:NAdam"),
         ("8bit", "torch.optim:NAdam"),
         ("muon", "adamw_bf16_state"),
@@ -156,7 +159,8 @@ def test_the_state_is_predicted_to_the_byte(name):
     held: list[int] = []
 
     def note(_: Any, trainer: Any, *__: Any) -> None:
-        held.append(sum(t.nbytes for t in tensors_in(trainer.optimizers[0].state)))
+        found = {id(t): t.nbytes for t in tensors_in(trainer.optimizers[0].state)}
+        held.append(sum(found.values()))  # all parameters share a table
 
     callback = MemSaveCallback(preset="off", optimizer=name)
     make_trainer(LIGHTNING, callback, callback_with(on_train_end=note)).fit(lit_of())
@@ -166,8 +170,11 @@ def test_the_state_is_predicted_to_the_byte(name):
     assert rows_of(callback)["optimizer"].status == "on"
 
 
-def test_plans_keep_what_was_named_and_are_read_from_checkpoints():
-    technique = NamedOptimizer("muon", optimizer_kwargs={"ns_steps": 3, "betas": (0.8, 0.9)})
+@pytest.mark.parametrize(
+    ("kind", "name"), [(NamedOptimizer, "muon"), (LowBitOptimizer, "muon_8bit")]
+)
+def test_plans_keep_what_was_named_and_are_read_from_checkpoints(kind, name):
+    technique = kind(name, optimizer_kwargs={"ns_steps": 3, "betas": (0.8, 0.9)})
     settings = {"optimizer": technique}
     plan = plan_memory(lit_of(), batch_of(), settings=settings, budget="1GiB", device="cpu").plan
     assert plan.settings["optimizer"] == technique
@@ -179,7 +186,7 @@ def test_plans_keep_what_was_named_and_are_read_from_checkpoints():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("muon_8bit", 'there is no such optimizer. Did you mean "lion_8bit"'),
+        ("muon_8bits", 'there is no such optimizer. Did you mean "muon_8bit"'),
         ("moun", 'Did you mean "muon"'),
         ("nadam", '"package:Class" for any other'),
         ("torch.optim:Adamm", "Did you mean `torch.optim:Adam`"),
@@ -192,21 +199,27 @@ def test_wrong_names_say_what_to_type(value, text):
 
 def test_muon_is_refused_where_it_has_no_blocks_or_no_whole_matrices():
     head = make_lit(model=nn.Linear(64, 64), training_step=lambda s, b, i: s.model(b).sum())
-    with pytest.raises(IncompatibleError, match="is a matrix of a repeated block"):
-        make_trainer(LIGHTNING, only("muon")).fit(head)
+    for name in ("muon", "muon_8bit"):
+        with pytest.raises(IncompatibleError, match="is a matrix of a repeated block"):
+            make_trainer(LIGHTNING, only(name)).fit(head)
     for strategy in ("ModelParallelStrategy", "DeepSpeedStrategy", "PipelineStrategyMixin"):
         facts = TrainerFacts((strategy,), 2, None)
         (problem,) = NamedOptimizer("muon").conflicts(facts, "`optimizer='muon'`")
         assert "a process has no whole matrices" in problem.why
         assert NamedOptimizer("torch.optim:NAdam").conflicts(facts, "") == []
+    (problem,) = LowBitOptimizer("muon_8bit").conflicts(
+        TrainerFacts(("ModelParallelStrategy",), 2, None), "`optimizer='muon_8bit'`"
+    )
+    assert "a process has no whole matrices" in problem.why
 
 
 def test_the_blocks_of_the_callback_are_those_of_muon():
     for blocks, number in ((None, 8), ("re:model.blocks.[01]", 4)):
-        callback = only("muon", blocks=blocks)
-        fit(lit_of(), callback)
-        (detail,) = rows_of(callback)["optimizer"].details
-        assert f"Muon for {number} matrices of blocks" in detail
+        for name in ("muon", "muon_8bit"):
+            callback = only(name, blocks=blocks)
+            fit(lit_of(), callback)
+            (detail,) = rows_of(callback)["optimizer"].details
+            assert f" for {number} matrices of blocks" in detail
 
 
 def test_presets_leave_the_named_one():

@@ -1,7 +1,7 @@
 """Parameters on the host whose low-bit optimizer runs on the device, tile by tile."""
 
 import gc
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_memsave import LowBitOptimizer, MemSaveCallback, predict_memory
+from lightning_memsave import (
+    LowBitOptimizer,
+    MemSaveCallback,
+    NamedOptimizer,
+    Offloading,
+    OptimizerInBackward,
+    predict_memory,
+)
 from lightning_memsave.techniques.flat_memory import is_in_piece
 from lightning_memsave.techniques.offloading import device_tiles
 from lightning_memsave.techniques.offloading.host_updates import host_updates_of
 from tests.callbacks.lit import loader_of, make_trainer
-from tests.cases import MODELS
+from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import assert_same, in_pairs
 from tests.techniques.offloaded_loops import OPTIMIZERS, Offloaded
 
-KINDS = ("adamw_8bit", "adam_8bit", "lion_8bit", "sgd_8bit")
+KINDS = ("adamw_8bit", "adam_8bit", "lion_8bit", "sgd_8bit", "muon_8bit")
 NUMEL = 512  # less than most weights have, so that they have several tiles and a shorter one
 
 
@@ -27,12 +34,16 @@ NUMEL = 512  # less than most weights have, so that they have several tiles and 
 def small_tiles(monkeypatch):
     monkeypatch.setattr(device_tiles, "MIN_TILE_NUMEL", NUMEL)
     monkeypatch.setattr(device_tiles, "MAX_TILE_NUMEL", NUMEL)
-    for kind in KINDS:
+    for kind in (*KINDS, "paged_adamw_8bit"):
         monkeypatch.setitem(OPTIMIZERS, kind, lambda params, kind=kind: _low_bit(params, kind))
 
 
 def _low_bit(params: Any, kind: str) -> torch.optim.Optimizer:
-    low_bit = LowBitOptimizer(kind, min_8bit_size=512)
+    block: dict[str, Any] = {
+        "module": nn.ModuleList([nn.ParameterList(params)]),
+        "blocks": "ParameterList",
+    }
+    low_bit = LowBitOptimizer(kind, min_8bit_size=512, **(block if "muon" in kind else {}))
     return low_bit.apply(torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)).target
 
 
@@ -63,6 +74,42 @@ def test_the_same_bits_as_without_offloading(name, kind, what, in_backward):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["muon", "torch.optim:Muon"])
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_matrices_of_muon_have_the_same_bits_as_without_offloading(kind, what, in_backward):
+    """AdamW for the rest runs on the host, where it rounds in its own way: it has no gradients."""
+    found = []
+    for is_offloaded in (True, False):
+        model = make_model("dropout").train().cuda()
+        params = [p.requires_grad_(p.ndim == 2) for p in model.parameters()]
+        with ExitStack() as stack:
+            if is_offloaded:
+                offloading = Offloading(what)
+                stack.enter_context(offloading.apply(model))
+            adamw = torch.optim.AdamW([p for p in params if p.requires_grad], weight_decay=0.1)
+            optimizer = (
+                NamedOptimizer(kind, module=model, blocks="re:blocks|head").apply(adamw).target
+            )
+            if in_backward:
+                OptimizerInBackward().apply(optimizer)
+            if is_offloaded:
+                stack.enter_context(offloading.update_in_background(optimizer))
+            losses = []
+            for number in range(4):
+                torch.manual_seed(number)
+                loss = model(make_batch(number).cuda())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().cpu())
+            tiles = host_updates_of(optimizer)
+            assert (tiles is not None and tiles._tiles is not None) is is_offloaded
+        found.append([losses, tree_map_only(Tensor, Tensor.cpu, dict(model.state_dict()))])
+    assert_same(*found)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rounding", ["master", "split"])
 def test_weights_in_two_types_are_updated_in_float32(rounding, monkeypatch):
     how: dict[str, Any] = {"optimizer": "adamw_8bit", "rounding": rounding, "device": "cuda"}
@@ -75,6 +122,20 @@ def test_weights_in_two_types_are_updated_in_float32(rounding, monkeypatch):
         expected = [theirs.step(number) for number in range(4)]
         assert tiles_of(theirs) is None
     torch.testing.assert_close(losses, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_state_on_the_host_is_not_paged():
+    """Beside it that of resident blocks is."""
+    how: dict[str, Any] = {"optimizer": "paged_adamw_8bit", "device": "cuda"}
+    with closing(Offloaded("dropout", "parameters", resident=2, **how)) as ours:
+        theirs = Offloaded("dropout", None, **how)
+        for number in range(4):
+            assert torch.equal(ours.step(number), theirs.step(number))
+        ours.handle.wait()
+        assert_same(on_cpu(ours), on_cpu(theirs))
+        assert ours.optimizer.is_paged  # type: ignore[attr-defined]
+        assert tiles_of(ours) is not None
 
 
 @pytest.mark.gpu
@@ -147,11 +208,19 @@ def large_tiles(monkeypatch):
     monkeypatch.setattr(device_tiles, "MAX_TILE_NUMEL", 2**18)
 
 
+OF_MUON: dict[str, dict[str, Any]] = {
+    f"{kind} {name}": {"optimizer": kind, **settings}
+    for kind in ("muon", "muon_8bit")
+    for name, settings in SETTINGS.items()
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*SETTINGS, *OF_MUON])
 @pytest.mark.usefixtures("large_tiles")
 def test_a_fit_needs_what_is_predicted(name):
-    callback = MemSaveCallback(**OFFLOADED, **SETTINGS[name], predict=60, report=False)
+    settings = {**OFFLOADED, **(SETTINGS | OF_MUON)[name]}
+    callback = MemSaveCallback(**settings, predict=60, report=False)
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(pl, callback, accelerator="gpu", devices=1)
@@ -159,7 +228,10 @@ def test_a_fit_needs_what_is_predicted(name):
     predicted = callback.prediction
     assert predicted is not None
     peak_bytes = torch.cuda.max_memory_allocated()
-    assert predicted.allocated_bytes == pytest.approx(peak_bytes, rel=0.005)
+    assert predicted.peak_bytes == torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    # Matrices have blocks on a stream of their own, of which each may be 1 MiB larger than asked.
+    unused = {"abs": 2**20} if name in OF_MUON else {"rel": 0.005}
+    assert predicted.allocated_bytes == pytest.approx(peak_bytes, **unused)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -175,8 +247,8 @@ def test_a_prediction_counts_tiles_and_the_bus(name, monkeypatch):
     with_tiles = predict()
     monkeypatch.setattr(device_tiles, "is_low_bit", lambda optimizer: False)
     by_host = predict()
-    # Two slots of 10 bytes for each number of a tile, and two times float32.
-    of_tiles = int((2 * (10 + 8 / 256) + 8) * 2**18)
+    # Two slots of 10 bytes for each number of a tile, and float32 for halves.
+    of_tiles = int((2 * (10 + 8 / 256) + 4 * (name == "in two halves")) * 2**18)
     more = with_tiles.peak_bytes - by_host.peak_bytes
     assert of_tiles <= more <= of_tiles + 2**16
     # Of each parameter a gradient, the weight and two moments of 8 bits; the gradient stays.
@@ -184,4 +256,6 @@ def test_a_prediction_counts_tiles_and_the_bus(name, monkeypatch):
     for kind, least in (("from_host", 4 + 4 + 2), ("to_host", 4 + 2)):
         added = num_bytes(with_tiles, kind) - num_bytes(by_host, kind)
         assert added == pytest.approx(least * numel, rel=0.03)
-    assert num_bytes(with_tiles, "host") < num_bytes(by_host, "host") / 20
+    # Gradients of bfloat16 land in float32.
+    of_gradients = 6 * numel if name == "in two halves" else 0
+    assert num_bytes(with_tiles, "host") - of_gradients < num_bytes(by_host, "host") / 20

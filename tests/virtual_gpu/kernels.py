@@ -216,7 +216,7 @@ class _Operator:
             return _put(result, computed, {id(t) for t in _tensors((*args, *kwargs.values()))})
 
     def _written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        if not self._writes or self._name in {"copy_", "zero_"}:
+        if not self._writes or self._name in {"copy_", "zero_"} or self._calls_copies(args):
             return []
         given = [args[i] for i in self._writes if i < len(args)]
         given += [kwargs[name] for name in self._writes_to if name in kwargs]
@@ -239,8 +239,15 @@ class _Operator:
             for i, arg in enumerate(args)
         )
 
+    def _calls_copies(self, args: tuple[Any, ...]) -> bool:
+        """Whether its CUDA code is a call of `copy_` for each tensor, to or from the host."""
+        pairs = zip(*args[:2], strict=True) if self._name == "_foreach_copy_" else ()
+        return any(target.device != source.device for target, source in pairs)
+
     def _is_done(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the virtual GPU itself moves the bytes, or only integers are wanted."""
+        if self._calls_copies(args):
+            return True
         moved = {"copy_": args[:2], "zero_": args[:1]}.get(self._name, ())
         if moved and all(
             m.is_contiguous() and m.dtype == moved[0].dtype and m.shape == moved[0].shape

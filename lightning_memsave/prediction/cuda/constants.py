@@ -60,7 +60,9 @@ def lt_workspaces(num_threads: int) -> tuple[int, ...]:
     return (_LT_WORKSPACE,) * (num_threads if _HAS_LT_WORKSPACES else 0)
 
 
-def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
+def workspaces(
+    capability: tuple[int, int] = (8, 0), config: str | None = None, num_threads: int = _NUM_THREADS
+) -> tuple[int, ...]:
     """Return the workspaces that cuBLAS holds in torch's allocator after a matrix product."""
     if config is None:
         config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
@@ -68,7 +70,7 @@ def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) 
     size = _LARGE_WORKSPACE if capability[0] >= 9 else _SMALL_WORKSPACE
     if pairs:
         size = sum(int(kib) * KIB * int(count) for kib, count in pairs)
-    return (size,) * (_NUM_THREADS if size else 0)
+    return (size,) * (num_threads if size else 0)
 
 
 def constant_assumptions(

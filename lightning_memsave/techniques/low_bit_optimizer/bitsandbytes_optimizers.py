@@ -1,11 +1,10 @@
 """bitsandbytes optimizers with 8 or 32 bits per parameter, imported on first use."""
 
-import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
+from lightning_memsave.techniques.low_bit_optimizer.muon_momentum import MatricesByMuon
 from lightning_memsave.techniques.low_bit_optimizer.package import (
     INSTALL,
     find_wrong_version,
     import_bitsandbytes,
+    in_order,
     unusable,
 )
 from lightning_memsave.techniques.low_bit_optimizer.sharded import are_sharded, local_shard
@@ -51,7 +52,7 @@ def update_all(optimizer: Any) -> None:
             if param.grad is None:
                 continue
             is_new = not optimizer.state[param]
-            with _in_order(param.device), local_shard(optimizer, param) as local:
+            with in_order(param.device), local_shard(optimizer, param) as local:
                 if is_new:
                     optimizer.init_state(group, local, group_index, param_index)
                 if not local.numel():  # of a parameter with fewer rows than there are processes
@@ -67,21 +68,6 @@ def update_all(optimizer: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextlib.contextmanager
-def _in_order(device: torch.device) -> Iterator[None]:
-    """Order kernels on CUDA's default stream with the work on the current one."""
-    if device.type != "cuda":
-        yield
-        return
-    default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
-    if current == default:
-        yield
-        return
-    default.wait_stream(current)
-    yield
-    current.wait_stream(default)
-
-
 if TYPE_CHECKING:
     _Base = torch.optim.Optimizer
 else:
@@ -91,6 +77,7 @@ else:
 _PRIVATE_NAMES = {
     "bitsandbytes.functional": (
         "GlobalPageManager",
+        "QuantState",
         "create_dynamic_map",
         "dequantize_blockwise",
         "get_paged",
@@ -411,7 +398,8 @@ def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_Per
         "memsave_kind": kind_word,
         "memsave_class_name": class_name,
     }
-    return type(shown_name, (_PerParameterBits, base), namespace)
+    mixins = (MatricesByMuon, _PerParameterBits) if kind_word == "muon" else (_PerParameterBits,)
+    return type(shown_name, (*mixins, base), namespace)
 
 
 def require_bitsandbytes(optimizer: torch.optim.Optimizer) -> None:
@@ -430,6 +418,7 @@ def build(
     min_8bit_size: int,
     paged: bool,
     shown_name: str,
+    matrices: Set[torch.Tensor] = frozenset(),
 ) -> torch.optim.Optimizer:
     class_name = kind.paged_class_name if paged and kind.paged_class_name else kind.class_name
     cls: Any = low_bit_class(kind.word, class_name, shown_name)
@@ -442,6 +431,8 @@ def build(
     new.min_8bit_size = min_8bit_size
     new.couples_weight_decay = kind.word == "adam"
     new.bits_by_param = dict(bits_by_param)
+    if kind.word == "muon":
+        new.muon_matrices = {*matrices}
     take_hooks(new, optimizer)
     result: torch.optim.Optimizer = new
     return result

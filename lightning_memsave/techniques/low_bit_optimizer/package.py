@@ -1,10 +1,14 @@
-"""Import bitsandbytes on first use, and say why it cannot be."""
+"""Import bitsandbytes on first use, say why it cannot be, and wait for its kernels."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from lightning_memsave.errors import MissingDependencyError
 
@@ -44,3 +48,18 @@ def import_bitsandbytes(setting: str) -> Any:
     finally:
         logger.setLevel(level)
     return bitsandbytes
+
+
+@contextlib.contextmanager
+def in_order(device: torch.device) -> Iterator[None]:
+    """Order kernels on CUDA's default stream with the work on the current one."""
+    if device.type != "cuda":
+        yield
+        return
+    default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+    if current == default:
+        yield
+        return
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)

@@ -17,11 +17,13 @@ from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     flat_state,
     reading,
 )
+from lightning_memsave.techniques.muon import has_momentum, is_of_muon
 from lightning_memsave.techniques.optimizer_kinds import (
     BLOCKSIZE,
     KIND_BY_TYPE,
     KIND_BY_WORD,
     KINDS,
+    MOMENTUM,
     STATE_KEYS,
     Kind,
 )
@@ -33,6 +35,7 @@ FAMILY_NAMES = {
     "adam": "Adam or AdamW",
     "lion": "Lion",
     "momentum": "SGD with momentum",
+    "muon": "Muon",
     "ademamix": "AdEMAMix",
     "rmsprop": "RMSprop",
 }
@@ -64,11 +67,13 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
             if not saved:
                 continue
             family = family_of(saved, saved_group)
-            if kind is None or family != kind.family:
+            of_muon = kind is not None and is_of_muon(target, own["params"][param_index])
+            own_kind = MOMENTUM if of_muon else kind
+            if own_kind is None or family != own_kind.family:
                 problem = _other_family(family, target)
                 raise IncompatibleError("low_bit_optimizer", [problem])
             wants = _wants_8bit(target, group_index, param_index) if to_bitsandbytes else None
-            converted[saved_id] = _convert(saved, kind, own, wants)
+            converted[saved_id] = _convert(saved, own_kind, own, wants)
     filled = [_fill_group(a, b, kind) for a, b in zip(groups, target.param_groups, strict=True)]
     if all(a is b for a, b in zip(filled, groups, strict=True)) and all(
         value is states[key] for key, value in converted.items()
@@ -86,7 +91,7 @@ def _refuse_what_fails_in_a_step(state_dict: StateDict, target: torch.optim.Opti
         for key in group["params"]:
             state = state_dict["state"].get(key)
             if state and known and not any(state.keys() >= keys for keys in known):
-                family = "Muon" if "ns_steps" in group else family_of(state, group)
+                family = "muon" if "ns_steps" in group else family_of(state, group)
                 raise IncompatibleError("optimizer", [_other_family(family, target)])
 
 
@@ -120,6 +125,8 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
     word = getattr(optimizer, "memsave_kind", None)
     if word is not None:
         return KIND_BY_WORD[word]
+    if hasattr(optimizer, "muon_matrices"):
+        return KIND_BY_WORD["muon"]
     family = getattr(optimizer, "optimizer_name", None)
     if family is not None:
         return next((kind for kind in KINDS if kind.family == family), None)
@@ -128,6 +135,8 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
 
 def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
     flat = flat_state(state)
+    if "ns_steps" in group and has_momentum(flat):
+        return "muon"
     if "state2" in flat:
         # AdEMAMix keeps two moments in its first tensor.
         return "ademamix" if flat["state1"].ndim > flat["state2"].ndim else "adam"

@@ -1,7 +1,7 @@
 """Choose the parameters that keep 32-bit optimizer state, and compute bytes of state."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -104,17 +104,21 @@ def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def low_bit_state_bytes(
-    kind: Kind, trained: Sequence[torch.Tensor], in_8bit: Iterable[torch.Tensor]
+    kind: Kind,
+    trained: Sequence[torch.Tensor],
+    in_8bit: Iterable[torch.Tensor],
+    matrices: Set[torch.Tensor] = frozenset(),
 ) -> int:
+    """Compute bytes of state; ``matrices`` have one moment, that of Muon."""
     quantized = set(in_8bit)
-    num_tables = 0 if kind.num_moments == 0 or not quantized else 1 + (kind.num_moments > 1)
-    num_bytes = num_tables * _QMAP_BYTES
-    for param in trained:
+    numbers = {param: 1 if param in matrices else kind.num_moments for param in trained}
+    num_bytes = max((numbers[param] for param in quantized), default=0) * _QMAP_BYTES
+    for param, num_moments in numbers.items():
         numel = param.numel()
         if param in quantized:
-            num_bytes += kind.num_moments * (numel + 4 * -(-numel // BLOCKSIZE))
+            num_bytes += num_moments * (numel + 4 * -(-numel // BLOCKSIZE))
         else:
-            num_bytes += kind.num_moments * 4 * numel
+            num_bytes += num_moments * 4 * numel
     return num_bytes
 
 

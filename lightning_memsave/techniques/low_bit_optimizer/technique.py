@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.blocks import BlockSelector, as_selectors
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
@@ -27,8 +28,15 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     trained_parameters,
     why_unsuitable,
 )
+from lightning_memsave.techniques.muon import (
+    check_settings,
+    matrices_of,
+    problems_of_strategy,
+    problems_without_matrices,
+)
 from lightning_memsave.techniques.optimizer_kinds import (
     KIND_BY_WORD,
+    MUON,
     OTHER_NAMES,
     Kind,
     find_kind,
@@ -43,7 +51,7 @@ from lightning_memsave.techniques.parameter_names import (
 from lightning_memsave.units import format_bytes
 
 SAME = ("8bit", "paged_8bit")
-_NAMED = ("adamw", "adam", "lion", "sgd")
+_NAMED = ("adamw", "adam", "lion", "sgd", "muon")
 NAMES: tuple[str, ...] = (
     *SAME,
     *(f"{word}_8bit" for word in _NAMED),
@@ -108,12 +116,22 @@ def _problem_of_value(kind: Kind, key: str, value: Any) -> tuple[str, str] | Non
     if key not in kind.defaults:
         return _problem_of_key(kind, key, value)
     default = kind.defaults[key]
+    if key in MUON and kind.word == "muon":
+        return _problem_of_muon(key, value, default)
     if isinstance(default, tuple):
         return _problem_of_betas(value, len(default))
     if not _is_number(value) or value < 0:
         return "it must be a number of at least 0", f"The default is {default}."
     if key == "momentum" and not 0 < value < 1:
         return "it must lie between 0 and 1", "Use for example 0.9."
+    return None
+
+
+def _problem_of_muon(key: str, value: Any, default: Any) -> tuple[str, str] | None:
+    try:
+        check_settings({key: value})
+    except Exception as error:  # torch may raise anything
+        return str(error), f"The default is {default!r}."
     return None
 
 
@@ -126,7 +144,7 @@ def _problem_of_key(kind: Kind, key: str, value: Any) -> tuple[str, str]:
     close = difflib.get_close_matches(str(key), kind.defaults, n=1)
     hint = f"Did you mean `{close[0]}`? " if close else ""
     choices = ", ".join(kind.defaults)
-    return f"{kind.class_name} has no such setting", f"{hint}Its settings are {choices}."
+    return f"{kind.name} has no such setting", f"{hint}Its settings are {choices}."
 
 
 def _problem_of_betas(value: Any, length: int) -> tuple[str, str] | None:
@@ -160,6 +178,8 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             becomes 8-bit, too. ``keep_32bit`` has priority.
         min_8bit_size: Tensors with fewer elements stay 32-bit, as they would save next to nothing.
         min_saved_bytes: The optimizer stays unchanged if its whole state shrinks by less.
+        blocks: The repeated blocks whose matrices ``"muon_8bit"`` updates by Muon, as for
+            `NamedOptimizer`; ``None`` finds them in ``module``.
         module: Owner of the parameters, which tells names, embeddings and norms. Without it,
             vectors stay 32-bit, but embeddings do not.
 
@@ -201,6 +221,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     force_8bit: tuple[str, ...] = ()
     min_8bit_size: int = 4096
     min_saved_bytes: int = 0
+    blocks: BlockSelector | Sequence[BlockSelector] | None = None
     module: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -224,6 +245,8 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             problems.append(Problem(what, f"{why}, at least 1", "Use 4096."))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", as_selectors(self.blocks))
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse devices without kernels, and strategies that shard parameters."""
@@ -236,6 +259,8 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
                 why = f"`{facts.strategy}` joins parameters, and their state would stay in 32 bits"
             fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
             problems.append(Problem(written, why, fix))
+        if self._is_muon and not problems:
+            problems += problems_of_strategy(facts, written)
         return problems
 
     def check(self, target: torch.optim.Optimizer) -> list[Problem]:
@@ -252,7 +277,16 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             why = "it has made steps already, and its state would be lost"
             fix = "Switch to 8 bits before the first step, or resume from a checkpoint."
             problems.append(Problem(f"`{name}` with state", why, fix))
+        if self._is_muon:
+            problems += problems_without_matrices(target, self._matrices())
         return problems + self._unmatched_patterns(target)
+
+    @property
+    def _is_muon(self) -> bool:
+        return self.optimizer == "muon_8bit"
+
+    def _matrices(self) -> set[torch.Tensor]:
+        return matrices_of(self.module, self.blocks) if self._is_muon else set()
 
     def _apply(self, target: torch.optim.Optimizer) -> Handle[torch.optim.Optimizer]:
         kind = self._kind_for(target)
@@ -270,7 +304,8 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if not named and not counts[""] and not num_later:
             return Handle(target, (), (f"`{old_name}` stays 32-bit: {_kept(counts)}",))
         in_8bit = [p for p in trained if not reasons[p] and p.numel() >= self.min_8bit_size]
-        after = low_bit_state_bytes(kind, trained, in_8bit)
+        matrices = self._matrices()
+        after = low_bit_state_bytes(kind, trained, in_8bit, matrices)
         saved = (torch_state_bytes(target) or 0) - after
         if self.min_saved_bytes > max(saved, 0):
             why = (
@@ -288,7 +323,8 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             bits_by_param={param: 32 if why else 8 for param, why in reasons.items()},
             min_8bit_size=self.min_8bit_size,
             paged=self.optimizer.startswith("paged") and on_gpu,
-            shown_name=kind.class_name if named else old_name,
+            shown_name=kind.name if named else old_name,
+            matrices=matrices,
         )
         undo = []
         if named:
@@ -307,9 +343,13 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     ) -> str:
         trained = trained_parameters(new)
         in_8bit = [p for p in trained if new.uses_8bit(p)]  # type: ignore[attr-defined]
-        old_name, new_name = type(old).__name__, kind.class_name
+        old_name, new_name = type(old).__name__, kind.name
+        matrices: set[torch.Tensor] = getattr(new, "muon_matrices", set())
         if named_kind(self.optimizer) is None:
             new_name = f"8-bit {old_name}"
+        elif matrices:
+            num = len(matrices.intersection(trained))
+            new_name += f" for {num} matrices of blocks, {kind.class_name} for the rest"
         notes = [f"kept 32-bit: {_kept(counts)}"] if len(in_8bit) < len(trained) else []
         if num_later:
             s, verb = ("", "gets") if num_later == 1 else ("s", "get")
@@ -321,7 +361,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             notes.append(f"not paged: {why}")
         before = torch_state_bytes(old)
         shrinks = "" if before is None else f"{format_bytes(before)} -> "
-        after = format_bytes(low_bit_state_bytes(kind, trained, in_8bit))
+        after = format_bytes(low_bit_state_bytes(kind, trained, in_8bit, matrices))
         remarks = f" ({'; '.join(notes)})" if notes else ""
         return (
             f"{old_name} -> {new_name}: {len(in_8bit)} of {len(trained)} tensors, "

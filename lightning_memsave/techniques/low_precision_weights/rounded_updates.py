@@ -14,7 +14,11 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.low_precision_weights.fused_steps import is_fused, step_fused
-from lightning_memsave.techniques.optimizer_kinds import STATE_LIKE_WEIGHTS, is_made_here
+from lightning_memsave.techniques.optimizer_kinds import (
+    STATE_LIKE_WEIGHTS,
+    is_made_here,
+    is_of_torch,
+)
 from lightning_memsave.techniques.optimizer_step import (
     COMPENSATION,
     OWN_STATE,
@@ -67,8 +71,6 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 _PATCHED = ("load_state_dict", "__reduce_ex__")
-# torch's own optimizers keep state in the type of the parameter.
-_TORCH = "torch.optim."
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,8 @@ def _prepare_state(optimizer: Any, param: nn.Parameter) -> None:
 
 def _widen_state(optimizer: Optimizer, param: nn.Parameter) -> None:
     state = optimizer.state[param]
-    is_of_torch = type(optimizer).__module__.startswith(_TORCH)
-    if not getattr(optimizer, STATE_LIKE_WEIGHTS, is_of_torch):
+    # torch's own optimizers keep state in the type of the parameter.
+    if not getattr(optimizer, STATE_LIKE_WEIGHTS, is_of_torch(optimizer)):
         return
     for key, value in state.items():
         if key not in OWN_STATE and isinstance(value, Tensor) and value.dtype is torch.bfloat16:

@@ -1,39 +1,25 @@
 """Optimizers that are made of torch's own: Muon beside AdamW, and AdamW with bfloat16 state."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.optim import AdamW, Optimizer
 
-from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.optimizer_step import (
-    double_of,
-    initialize_state,
-    step_without_hooks,
+from lightning_memsave.techniques.muon import (
+    Group,
+    check_loaded,
+    check_settings,
+    is_of_muon,
+    muon_of,
+    part_of,
 )
+from lightning_memsave.techniques.optimizer_kinds import MUON
+from lightning_memsave.techniques.optimizer_step import initialize_state, step_without_hooks
 
-_BUFFER = "momentum_buffer"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FUSED_ON = ("cpu", "cuda")
-Group = Mapping[str, Any]
-
-
-@functools.cache
-def _plain(cls: Any) -> Optimizer:
-    with _disable_current_modes():
-        made: Optimizer = cls([nn.Parameter(torch.zeros(1, 1, device="cpu"))])
-    return made
-
-
-def _part(cls: Any, group: Group, state: Any, **settings: Any) -> Optimizer:
-    """Make an optimizer of torch of what it knows of a group, and of a state."""
-    plain = _plain(cls)
-    known = {key: group.get(key, value) for key, value in plain.defaults.items()}
-    return double_of(plain, [{**known, **settings}], state)
 
 
 class _MuonWithAdamW(Optimizer):
@@ -51,16 +37,16 @@ class _MuonWithAdamW(Optimizer):
         *,
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.01,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        ns_steps: int = 5,
-        ns_eps: float = 1e-7,
-        adjust_lr_fn: str | None = "match_rms_adamw",
+        momentum: float = MUON["momentum"],
+        nesterov: bool = MUON["nesterov"],
+        ns_coefficients: tuple[float, float, float] = MUON["ns_coefficients"],
+        ns_steps: int = MUON["ns_steps"],
+        ns_eps: float = MUON["ns_eps"],
+        adjust_lr_fn: str | None = MUON["adjust_lr_fn"],
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        self.matrices: set[Tensor] = set()
+        self.muon_matrices: set[Tensor] = set()
         """What Muon updates, of the parameters that are or may come into the groups."""
         of_muon: dict[str, Any] = {
             "lr": lr,
@@ -69,12 +55,12 @@ class _MuonWithAdamW(Optimizer):
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
+            "ns_eps": ns_eps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        dummy = nn.Parameter(torch.zeros(1, 1, device="cpu"))
-        Muon([dummy], **of_muon, eps=ns_eps)  # they check what they are given
-        AdamW([dummy], lr, betas, eps, weight_decay)
-        super().__init__(params, {**of_muon, "ns_eps": ns_eps, "betas": betas, "eps": eps})
+        check_settings(of_muon)
+        AdamW([nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr, betas, eps, weight_decay)
+        super().__init__(params, {**of_muon, "betas": betas, "eps": eps})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -87,20 +73,14 @@ class _MuonWithAdamW(Optimizer):
         return loss
 
     def _parts(self, group: Group) -> list[Optimizer]:
-        matrices = [param for param in group["params"] if self._is_of_muon(param)]
-        rest = [param for param in group["params"] if not self._is_of_muon(param)]
+        matrices = [param for param in group["params"] if is_of_muon(self, param)]
+        rest = [param for param in group["params"] if not is_of_muon(self, param)]
         parts = []
         if matrices:
-            settings = {"params": matrices, "eps": group["ns_eps"]}
-            parts.append(_part(Muon, group, self.state, **settings))
+            parts.append(muon_of(group, matrices, self.state))
         if rest:
-            parts.append(_part(AdamW, group, self.state, params=rest))
+            parts.append(part_of(AdamW, group, self.state, params=rest))
         return parts
-
-    # Others may stand in for parameters, such as those on the host, with their state.
-    def _is_of_muon(self, param: Tensor) -> bool:
-        state = self.state.get(param)
-        return _BUFFER in state if state else param in self.matrices
 
     def _init_group(self, group: Group) -> None:
         for part in self._parts(group):
@@ -108,25 +88,13 @@ class _MuonWithAdamW(Optimizer):
             initialize_state(part, own, own["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pairs = list(zip(state_dict["param_groups"], self.param_groups, strict=False))
-        is_own = all("ns_steps" in saved for saved, _ in pairs) and all(
-            (_BUFFER in state) is (param in self.matrices)
-            for saved, own in pairs
-            for key, param in zip(saved["params"], own["params"], strict=False)
-            if (state := state_dict["state"].get(key))
-        )
-        if not is_own:  # other sizes of groups are refused by torch
-            why = "it was written by another optimizer than Muon, or with other matrices for it"
-            fix = "Use the optimizer and the `blocks` of the checkpoint, or load its weights only: "
-            fix += "`MyModule.load_from_checkpoint(path)`, and no `ckpt_path`."
-            problem = Problem("The checkpoint's optimizer state", why, fix)
-            raise IncompatibleError("named_optimizer", [problem])
+        check_loaded(self, state_dict, dict)
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # Own parameters only: a copy of this optimizer must not copy a frozen model.
         own = {param for group in self.param_groups for param in group["params"]}
-        return {**super().__getstate__(), "matrices": self.matrices & own}
+        return {**super().__getstate__(), "muon_matrices": self.muon_matrices & own}
 
 
 class _AdamWBf16State(AdamW):
@@ -162,7 +130,7 @@ class _AdamWBf16State(AdamW):
         state = self.state[param]
         whole = {key: state[key].to(param.dtype) for key in _MOMENTS}
         settings = {"params": [param], "fused": _is_fused(group, param)}
-        step_without_hooks(_part(AdamW, group, {param: {**state, **whole}}, **settings))
+        step_without_hooks(part_of(AdamW, group, {param: {**state, **whole}}, **settings))
         for key, moment in whole.items():
             state[key].copy_(moment)
 

@@ -10,18 +10,22 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks
+from lightning_memsave.core.blocks import BlockSelector, as_selectors
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.muon import (
+    matrices_of,
+    problems_of_strategy,
+    problems_without_matrices,
+)
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
-from lightning_memsave.techniques.optimizer_kinds import STATE_KEYS, wrapper_problems
+from lightning_memsave.techniques.optimizer_kinds import STATE_KEYS, is_of_torch, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     double_of,
     show_steps,
@@ -117,11 +121,7 @@ class NamedOptimizer(Technique[Optimizer]):
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse Muon where processes have parts of matrices, or of the model."""
-        if self.optimizer != "muon" or not facts.is_strategy(*SHARDED, "PipelineStrategyMixin"):
-            return []
-        why = f"with `{facts.strategy}` a process has no whole matrices, or not all blocks"
-        fix = 'Use `optimizer="8bit"` or `None`, or train in one process or with DDP.'
-        return [Problem(written, why, fix)]
+        return problems_of_strategy(facts, written) if self.optimizer == "muon" else []
 
     def check(self, target: Optimizer) -> list[Problem]:
         """Find every reason why the optimizer cannot be replaced; changes nothing."""
@@ -139,21 +139,12 @@ class NamedOptimizer(Technique[Optimizer]):
             what = f"`{name}({', '.join(f'{flag}=True' for flag in given)})`"
             why = f'`optimizer="{self.optimizer}"` has no such setting'
             problems.append(Problem(what, why, "Leave it out of `configure_optimizers`."))
-        if self.optimizer == "muon" and not self._matrices().intersection(parameters_of(target)):
-            why, fix = "none of its parameters is a matrix of a repeated block", "Name the blocks: "
-            fix += '`blocks="MyBlock"`; in a plain loop pass `module=`, too. Or use another one.'
-            problems.append(Problem(f"`{name}`", why, fix))
+        if self.optimizer == "muon":
+            problems += problems_without_matrices(target, self._matrices())
         return problems
 
     def _matrices(self) -> set[torch.Tensor]:
-        """Find two-dimensional weights of blocks, without tables of embeddings."""
-        if self.module is None:
-            return set()
-        blocks = find_blocks(self.module, self.blocks)
-        modules: list[Any] = [module for block in blocks for module in block.module.modules()]
-        tables = {m.weight for m in self.module.modules() if isinstance(m, nn.Embedding)}
-        params = {p for m in modules for p in m.parameters(recurse=False) if not is_lazy(p)}
-        return {param for param in params - tables if param.ndim == 2}
+        return matrices_of(self.module, self.blocks)
 
     def _apply(self, target: Optimizer) -> Handle[Optimizer]:
         made = find_class(self.optimizer)
@@ -179,7 +170,7 @@ class NamedOptimizer(Technique[Optimizer]):
             problem = Problem(f"`optimizer={self.optimizer!r}`", _said(error), fix)
             raise IncompatibleError(self.name, [problem]) from error
         if isinstance(new, _MuonWithAdamW):
-            new.matrices = self._matrices()
+            new.muon_matrices = self._matrices()
         take_hooks(new, target)
         state = _state_after_a_step(make, new)
         vars(new)[STATE_KEYS] = {frozenset(own) for own in (state or {}).values()}
@@ -201,7 +192,7 @@ class NamedOptimizer(Technique[Optimizer]):
         if not isinstance(new, _MuonWithAdamW):
             return type(new).__name__
         params = [param for param in parameters_of(new) if param.requires_grad]
-        num = len(new.matrices.intersection(params))
+        num = len(new.muon_matrices.intersection(params))
         return f"Muon for {num} matrices of blocks, AdamW for {len(params) - num} other tensors"
 
 
@@ -307,7 +298,7 @@ def _state_after_a_step(
         try:
             double = make(groups)
             if isinstance(like, _MuonWithAdamW) and isinstance(double, _MuonWithAdamW):
-                double.matrices = {empty[param] for param in like.matrices & empty.keys()}
+                double.muon_matrices = {empty[param] for param in like.muon_matrices & empty.keys()}
             with torch.no_grad():
                 step_without_hooks(double)
         except Exception:  # whatever needs data, or a kernel for it
@@ -316,7 +307,7 @@ def _state_after_a_step(
 
 
 def _state_before(optimizer: Optimizer) -> State | None:
-    if not type(optimizer).__module__.startswith("torch.optim."):  # a step may change anything
+    if not is_of_torch(optimizer):  # a step may change anything
         return None
     return _state_after_a_step(
         lambda groups: double_of(optimizer, groups, defaultdict(dict)), optimizer

@@ -1,35 +1,36 @@
 """Update what waits on the host with the device's kernels, tile by tile."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as
 from lightning_memsave.techniques.flat_memory import aligned, is_in_piece, tensor_in
 from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.muon import is_of_muon
 from lightning_memsave.techniques.offloading.part import Part, join_weight, split_weight
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, is_low_bit
 from lightning_memsave.techniques.optimizer_step import group_of
-from lightning_memsave.techniques.tiled_steps import each_tile, step_values
+from lightning_memsave.techniques.tiled_steps import Values, each_tile, step_together
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 2**21, 2**22
 """A tile is an eighth of its parameter between these limits. Smaller ones take longer to launch
 than to copy; larger ones need more memory, and are no faster on an H200."""
 _NUM_SLOTS = 2  # one comes or goes while the other one is updated
-_BYTES_8BIT = 4 + 4 + 2 * (1 + 4 / BLOCKSIZE)  # weight and gradient, two moments, their scales
-_BYTES_32BIT = 4 + 4 + 2 * 4
+_8BIT, _32BIT = 1 + 4 / BLOCKSIZE, 4  # bytes of a moment, with its scales
+_BYTES_8BIT, _BYTES_32BIT = 4 + 4 + 2 * _8BIT, 4 + 4 + 2 * _32BIT  # with weight and gradient
 
 
-def is_updated_in_tiles(optimizer: Any) -> bool:
-    """Return whether the device updates what an optimizer has on the host.
+def is_updated_in_tiles(optimizer: Any, param: Tensor) -> bool:
+    """Return whether the device updates a parameter that an optimizer has on the host.
 
     bitsandbytes' kernels for a CPU are made for tests: 16 cores take 17 to 20 s for a billion
-    parameters, the bus of an H200 0.17 s to bring them and their state to the device and back.
+    parameters, the bus of an H200 0.17 s to bring them and their state to the device and back. And
+    Muon multiplies matrices.
     """
-    return is_low_bit(optimizer) and not optimizer.is_paged
+    return is_of_muon(optimizer, param) or is_low_bit(optimizer)
 
 
 def lock_state(state: dict[str, Any], memory: HostMemory) -> None:
@@ -39,76 +40,37 @@ def lock_state(state: dict[str, Any], memory: HostMemory) -> None:
         state[key] = locked.copy_(state[key])
 
 
-class DeviceTiles:
-    """Room on the device for tiles, of which one is updated while others come and go."""
+class Update(NamedTuple):
+    """A parameter on the host, with what stands in for it in the optimizer."""
 
-    def __init__(self, optimizer: Any, params: Sequence[Tensor], device: torch.device) -> None:
-        sizes = [(_tile_numel(p.numel(), is_8bit=optimizer.uses_8bit(p)), p) for p in params]
-        needed = [
-            numel * (_BYTES_8BIT if optimizer.uses_8bit(p) else _BYTES_32BIT) for numel, p in sizes
+    stand_in: nn.Parameter
+    part: Part
+    param: Tensor
+
+
+class _Slots:
+    """Memory on the device to which tensors come together, and from which they go back."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._device = device
+        self._memory = [
+            torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_SLOTS)
         ]
-        num_bytes, numel = int(max(needed)) + 8 * aligned(1), max(numel for numel, _ in sizes)
-        self._device, self._known = device, {id(param) for param in params}
-        # Kept, so that the memory which a step needs does not depend on when an update runs.
-        with counted_as("temporary"), torch.inference_mode(mode=False):
-            self._slots = [
-                torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_SLOTS)
-            ]
-            self._values, self._gradient = torch.empty(2, numel, device=device).unbind()
         self._freed: list[Any] = [None] * _NUM_SLOTS
-        self._tables: dict[int, Tensor] = {}
+        self._index = 0
         self._up, self._down = (
             torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
         )
         if self._up is not None:  # the memory may still be used by what was there before
-            for stream in (self._up, torch.cuda.default_stream(device)):
-                stream.wait_stream(torch.cuda.current_stream(device))
+            self._up.wait_stream(torch.cuda.current_stream(device))
 
-    def has_room_for(self, param: Tensor) -> bool:
-        """Return whether a parameter was there when the room was made, unlike one added later."""
-        return id(param) in self._known
-
-    def step(self, optimizer: Optimizer, stand_in: nn.Parameter, part: Part, param: Tensor) -> None:
-        """Update one parameter; its new values are on the host after `synchronize`."""
-        state, group, grad = optimizer.state[stand_in], group_of(optimizer, stand_in), stand_in.grad
-        assert grad is not None, "only parameters with a gradient are updated"
-        moments = [key for key, value in state.items() if _is_cut(key, value)]
-        rest = {key: self._on_device(state[key]) for key in state.keys() - {*moments}}
-        weights = part.halves_of(param)
-        flat = [t.view(-1) for t in (grad, *weights, *(state[key] for key in moments))]
-        counts = set()
-
-        def step_tile(tile: slice, index: int) -> None:
-            sources = [_cut(tensor, tile, param.numel()) for tensor in flat]
-            slot = self._bring(sources, index)
-            small, *own = slot[: 1 + len(weights)]
-            room = slice(len(small))
-            values = own[0]
-            if len(own) > 1:
-                values = join_weight(own[0], own[1], self._values[room])
-            full = self._gradient[room].copy_(small)
-            before = rest | dict(zip(moments, slot[1 + len(weights) :], strict=True))
-            counts.add(step_values(optimizer, group, values, full, before)["step"])
-            if len(own) > 1:
-                split_weight(values, own[0], own[1])
-            self._return(sources[1:], slot[1:], index)
-
-        with counted_as(""):  # the device's, though the host's thread is here
-            each_tile(param, _tile_numel(param.numel(), is_8bit="absmax1" in state), step_tile)
-        (state["step"],) = counts
-
-    def synchronize(self) -> None:
-        """Wait until all tiles are on the host again."""
-        for event in self._freed:
-            if event is not None:
-                event.synchronize()
-
-    def _bring(self, sources: list[Tensor], index: int) -> list[Tensor]:
-        slot, start, found = self._slots[index % _NUM_SLOTS], 0, []
+    def bring(self, sources: list[Tensor]) -> list[Tensor]:
+        self._index = (self._index + 1) % _NUM_SLOTS
+        slot, start, found = self._memory[self._index], 0, []
         for source in sources:
             found.append(tensor_in(slot, start, source, source.dtype))
             start += aligned(source.nbytes)
-        freed = self._freed[index % _NUM_SLOTS]
+        freed = self._freed[self._index]
         if self._up is not None and freed is not None:
             self._up.wait_event(freed)
         self._copy(self._up, found, sources)
@@ -116,18 +78,181 @@ class DeviceTiles:
             torch.cuda.current_stream(self._device).wait_stream(self._up)
         return found
 
-    def _return(self, targets: list[Tensor], slot: list[Tensor], index: int) -> None:
+    def send_back(self, targets: list[Tensor], tensors: list[Tensor]) -> None:
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(self._device))
-        self._copy(self._down, targets, slot)
+        self._copy(self._down, targets, tensors)
         if self._down is not None:
             event = torch.cuda.Event(blocking=True)
-            self._freed[index % _NUM_SLOTS] = self._down.record_event(event)
+            self._freed[self._index] = self._down.record_event(event)
+
+    def synchronize(self) -> None:
+        event = self._freed[self._index]  # the last one: those before it are of the same stream
+        if event is not None:
+            event.synchronize()
 
     # All in one call, without Python's lock, which the thread that launches the step needs.
     def _copy(self, stream: Any, targets: list[Tensor], sources: list[Tensor]) -> None:
         with torch.cuda.stream(stream):
             torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+class DeviceTiles:
+    """Room on the device for tiles, of which one is updated while others come and go.
+
+    Small parameters share a tile. A matrix of Muon is a tile, and is updated on another stream than
+    what the device computes meanwhile, so that nobody else gets the memory that is kept for it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        parts: Mapping[Any, Part],
+        device: torch.device,
+        *,
+        are_narrow: bool,
+    ) -> None:
+        """Make room for parameters and, if ``are_narrow``, for gradients that are not float32."""
+        matrices = [param for param in parts if is_of_muon(optimizer, param)]
+        rest = [param for param in parts if not is_of_muon(optimizer, param)]
+        self._device, self._known = device, {id(param) for param in parts}
+        self._slot_bytes = max(_slot_bytes(optimizer, param) for param in parts)
+        self._numel = max((_padded(_tile_numel(optimizer, param)) for param in rest), default=0)
+        self._muon_bytes = max(
+            (_muon_bytes(optimizer, p, are_narrow + parts[p].is_split(p)) for p in matrices),
+            default=0,
+        )
+        self._own = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Kept, so that the memory which a step needs does not depend on when an update runs.
+        with counted_as("temporary"), torch.inference_mode(mode=False):
+            self._slots = _Slots(self._slot_bytes, device)
+            are_split = any(parts[param].is_split(param) for param in rest)
+            self._values = torch.empty(self._numel * are_split, device=device)
+            self._gradient = torch.empty(self._numel * are_narrow, device=device)
+        self._are_narrow = are_narrow
+        self._tables: dict[int, Tensor] = {}
+        self._kept: Tensor | None = None
+        self._keep_memory()
+        if self._own is not None:  # it may still be used by what was there before
+            for stream in (self._own, torch.cuda.default_stream(device)):
+                stream.wait_stream(torch.cuda.current_stream(device))
+
+    def has_room_for(self, optimizer: Any, param: Tensor, gradient: Tensor) -> bool:
+        """Return whether the room was made for a parameter, unlike one added later."""
+        is_wide = self._are_narrow or gradient.dtype is torch.float32
+        fits = _slot_bytes(optimizer, param) <= self._slot_bytes
+        return id(param) in self._known and is_wide and fits
+
+    def step(self, optimizer: Any, updates: Sequence[Update]) -> None:
+        """Update parameters; their new values are on the host after `synchronize`."""
+        small: list[_Piece] = []
+        for update in updates:
+            stand_in, numel = update.stand_in, update.param.numel()
+            size, whole = _tile_numel(optimizer, stand_in), _Piece(update, slice(0, numel))
+            if is_of_muon(optimizer, stand_in):
+                self._step_matrix(optimizer, whole)
+            elif size < numel:
+                self._step_tiles(optimizer, update, size)
+            else:
+                if not self._have_room(optimizer, [*small, whole]):
+                    self._step_small(optimizer, small)
+                    small = []
+                small.append(whole)
+        if small:
+            self._step_small(optimizer, small)
+
+    def synchronize(self) -> None:
+        """Wait until all tiles are on the host again."""
+        self._slots.synchronize()
+
+    def _have_room(self, optimizer: Any, pieces: Sequence["_Piece"]) -> bool:
+        numel = sum(_padded(piece.numel) for piece in pieces)
+        num_bytes = sum(_slot_bytes(optimizer, piece.update.stand_in) for piece in pieces)
+        return len(pieces) == 1 or (numel <= self._numel and num_bytes <= self._slot_bytes)
+
+    def _step_small(self, optimizer: Any, pieces: Sequence["_Piece"]) -> None:
+        with counted_as(""):  # the device's, though the host's thread is here
+            states = self._update(optimizer, pieces)
+        for piece, after in zip(pieces, states, strict=True):
+            optimizer.state[piece.update.stand_in]["step"] = after["step"]
+
+    def _step_tiles(self, optimizer: Any, update: Update, size: int) -> None:
+        counts = set()
+
+        def step_tile(tile: slice, _: int) -> None:
+            (after,) = self._update(optimizer, [_Piece(update, tile)])
+            counts.add(after["step"])
+
+        with counted_as(""):
+            each_tile(update.param, size, step_tile)
+        (optimizer.state[update.stand_in]["step"],) = counts
+
+    def _step_matrix(self, optimizer: Any, whole: "_Piece") -> None:
+        state = optimizer.state[whole.update.stand_in]
+        with torch.cuda.stream(self._own), counted_as("temporary"):
+            self._kept = None
+            try:
+                (after,) = self._update(optimizer, [whole], shape=whole.update.param.shape)
+            finally:
+                self._keep_memory()
+        if "step" in state:
+            state["step"] = after["step"]
+
+    def _keep_memory(self) -> None:
+        with (
+            torch.cuda.stream(self._own),
+            counted_as("temporary"),
+            torch.inference_mode(mode=False),
+        ):
+            self._kept = torch.empty(self._muon_bytes, dtype=torch.uint8, device=self._device)
+
+    def _update(
+        self, optimizer: Any, pieces: Sequence["_Piece"], shape: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Update pieces that fit one slot; give the states that they have then.
+
+        With a ``shape`` it is a matrix, for which memory is kept.
+        """
+        sources = [piece.tensors(optimizer) for piece in pieces]
+        here = iter(self._slots.bring([tensor for own in sources for tensor in own]))
+        targets: list[Tensor] = []
+        updated: list[Tensor] = []
+        several, halves, start = [], [], 0
+        for piece, (_, *own) in zip(pieces, sources, strict=True):
+            grad, *found = next(here), *(next(here) for _ in own)
+            targets += own
+            updated += found
+            room = slice(start, start + piece.numel) if shape is None else None
+            start += _padded(piece.numel)
+            weights, moments = found[: piece.num_weights], found[piece.num_weights :]
+            values = self._whole(weights, room)
+            halves += [(values, weights[0], weights[1])] if len(weights) > 1 else []
+            grad = self._in_float32(grad, room)
+            if shape is not None:
+                values, grad = values.view(shape), grad.view(shape)
+                moments = [m.view(shape) if m.numel() == piece.numel else m for m in moments]
+            state = self._state_of(optimizer.state[piece.update.stand_in], moments)
+            several.append(Values(group_of(optimizer, piece.update.stand_in), values, grad, state))
+        after = step_together(optimizer, several)
+        for each in halves:
+            split_weight(*each)
+        self._slots.send_back(targets, updated)
+        return after
+
+    def _whole(self, weights: Sequence[Tensor], room: slice | None) -> Tensor:
+        if len(weights) == 1:
+            return weights[0]
+        return join_weight(weights[0], weights[1], None if room is None else self._values[room])
+
+    def _in_float32(self, grad: Tensor, room: slice | None) -> Tensor:
+        if grad.dtype is torch.float32:
+            return grad
+        return grad.float() if room is None else self._gradient[room].copy_(grad)
+
+    def _state_of(self, state: Mapping[str, Any], moments: Sequence[Tensor]) -> dict[str, Any]:
+        keys = _moments(state)
+        rest = {key: self._on_device(state[key]) for key in state.keys() - {*keys}}
+        return rest | dict(zip(keys, moments, strict=True))
 
     # Tables of 256 values, which all parameters share.
     def _on_device(self, value: Any) -> Any:
@@ -140,14 +265,70 @@ class DeviceTiles:
         return self._tables[key]
 
 
+class _Piece(NamedTuple):
+    """What of a parameter is updated at a time."""
+
+    update: Update
+    tile: slice
+
+    @property
+    def numel(self) -> int:
+        return int(self.tile.stop - self.tile.start)
+
+    @property
+    def num_weights(self) -> int:
+        return 1 + self.update.part.is_split(self.update.param)
+
+    def tensors(self, optimizer: Any) -> list[Tensor]:
+        """Give the gradient, the weight or its halves, and moments with their scales."""
+        stand_in, part, param = self.update
+        assert stand_in.grad is not None, "only parameters with a gradient are updated"
+        state = optimizer.state[stand_in]
+        whole = [stand_in.grad, *part.halves_of(param), *(state[key] for key in _moments(state))]
+        return [_cut(tensor.view(-1), self.tile, param.numel()) for tensor in whole]
+
+
+def _moments(state: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in state.items() if _is_cut(key, value)]
+
+
 def _is_cut(key: str, value: Any) -> bool:
     return isinstance(value, Tensor) and not key.startswith("qmap")
 
 
-def _tile_numel(numel: int, *, is_8bit: bool) -> int:
+def _is_8bit(optimizer: Any, param: Tensor) -> bool:
+    state = optimizer.state.get(param)
+    return "absmax1" in state if state else is_low_bit(optimizer) and optimizer.uses_8bit(param)
+
+
+def _tile_numel(optimizer: Any, param: Tensor) -> int:
+    numel = param.numel()
+    if is_of_muon(optimizer, param):
+        return numel
     # Tiles must not split a block of 8-bit state.
     share = min(max(numel // 8 // BLOCKSIZE * BLOCKSIZE, MIN_TILE_NUMEL), MAX_TILE_NUMEL)
+    is_8bit = _is_8bit(optimizer, param)
     return min(numel, share if is_8bit else int(share * _BYTES_8BIT / _BYTES_32BIT))
+
+
+def _slot_bytes(optimizer: Any, param: Tensor) -> int:
+    moment = _8BIT if _is_8bit(optimizer, param) else _32BIT
+    num_moments = 1 if is_of_muon(optimizer, param) else 2
+    num_bytes = 4 + 4 + num_moments * moment
+    return int(_tile_numel(optimizer, param) * num_bytes) + 8 * aligned(1)
+
+
+# What torch's Muon allocates beside weight, gradient and momentum: the update in float32, two of it
+# in bfloat16 and three square matrices at a time; before it, momentum of 8 bits is made whole.
+def _muon_bytes(optimizer: Any, param: Tensor, num_wide: int) -> int:
+    num_copies = 1 + num_wide + _is_8bit(optimizer, param)
+    num_bytes = param.numel() * (4 * num_copies + 2 * 2) + 3 * 2 * min(param.shape) ** 2
+    return num_bytes + 16 * aligned(1)
+
+
+# Where the next piece may begin in memory for float32.
+def _padded(numel: int) -> int:
+    return aligned(4 * numel) // 4
 
 
 def _cut(flat: Tensor, tile: slice, numel: int) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.techniques.offloading.device_tiles import (
     DeviceTiles,
+    Update,
     is_updated_in_tiles,
     lock_state,
 )
@@ -178,17 +179,25 @@ class HostUpdates(StepOwner):
                 allocate_state(_double(optimizer, stateless, optimizer.state))
             self._mark_state()
 
-    def _make_tiles(self, optimizer: Optimizer, needed: Iterable[nn.Parameter]) -> None:
-        own = [param for param in needed if self._is_for_device(optimizer, param)]
-        if self._tiles is not None and all(map(self._tiles.has_room_for, own)):
+    def _make_tiles(self, optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        own = [pair for pair in gradients.items() if self._is_for_device(optimizer, pair[0])]
+        tiles = self._tiles
+        if tiles is not None and all(tiles.has_room_for(optimizer, *pair) for pair in own):
             return
-        params = [p for p in parameters_of(optimizer) if self._is_for_device(optimizer, p)]
-        if params:
-            self._tiles = DeviceTiles(optimizer, params, self.residence.device)
+        parts = {
+            param: part
+            for param in parameters_of(optimizer)
+            if (part := self.residence.part_of(param)) is not None
+            and self._is_for_device(optimizer, param)
+        }
+        if parts:
+            are_narrow = any(grad.dtype is not torch.float32 for _, grad in own)
+            device = self.residence.device
+            self._tiles = DeviceTiles(optimizer, parts, device, are_narrow=are_narrow)
 
     def _is_for_device(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
         part = self.residence.part_of(param)
-        if part is None or not (is_updated_in_tiles(optimizer) and self._is_on_cuda(param)):
+        if part is None or not (is_updated_in_tiles(optimizer, param) and self._is_on_cuda(param)):
             return False
         has_all_bits = part.is_split(param) or part.weight_of(param).dtype is torch.float32
         return has_all_bits and part.form_of(param).is_contiguous()
@@ -244,6 +253,7 @@ class HostUpdates(StepOwner):
         pairs: Sequence[tuple[nn.Parameter, nn.Parameter]],
     ) -> list[Callable[[], None]]:
         plain: list[nn.Parameter] = []
+        on_device: list[Update] = []
         steps: list[Callable[[], None]] = []
         # Whole temporaries of a table would need as much memory again, and pass the cache.
         is_large = part in self.residence.tables and part.params[0].dtype is torch.float32
@@ -253,7 +263,7 @@ class HostUpdates(StepOwner):
             is_dense = grad.layout == torch.strided
             if self._tiles is not None and is_dense and self._is_for_device(optimizer, param):
                 lock_state(optimizer.state[param], self.residence.memory)
-                steps.append(functools.partial(self._tiles.step, double, stand_in, part, param))
+                on_device.append(Update(stand_in, part, param))
             elif (
                 part.is_split(param)
                 or grad.dtype is not part.weight_of(param).dtype
@@ -264,7 +274,10 @@ class HostUpdates(StepOwner):
                 plain.append(stand_in)
         if plain:
             steps.append(functools.partial(plain_step, double, plain))
-        return steps if self._tiles is None else [*steps, self._tiles.synchronize]
+        if self._tiles is None:
+            return steps
+        step_on_device = functools.partial(self._tiles.step, double, on_device)
+        return [step_on_device, *steps, self._tiles.synchronize]
 
 
 def _is_fused(optimizer: Optimizer, param: nn.Parameter) -> bool:
@@ -317,7 +330,11 @@ def _double(
         }
         for group in optimizer.param_groups
     ]
-    return double_of(optimizer, groups, state)
+    double: Any = double_of(optimizer, groups, state)
+    if is_low_bit(double):
+        double.is_paged = False  # CUDA moves state of what is on the device only
+    made: Optimizer = double
+    return made
 
 
 def _step_in_float32(
