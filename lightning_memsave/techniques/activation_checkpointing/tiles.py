@@ -144,7 +144,7 @@ def _why_whole(module: nn.Module, run: Call, split: _Split) -> str:
     before = [copy.copy(container) for container in containers]
     try:
         with _apart():
-            why = _why_mixed(run, split, [tensor.clone() for tensor in few])
+            why = _why_mixed(run, split, [_copy(tensor) for tensor in few])
             if not why and is_real:
                 why = _why_different(module, run, split, few)
         is_kept = all(map(is_same, containers, before))
@@ -183,7 +183,7 @@ def _why_different(module: nn.Module, run: Call, split: _Split, few: Sequence[Te
     dim, half = split.dim, few[0].shape[split.dim] // 2
 
     def call(start: int, length: int) -> list[Tensor]:
-        tensors = [tensor.narrow(dim, start, length).clone() for tensor in few]
+        tensors = [_copy(tensor.narrow(dim, start, length)) for tensor in few]
         inputs = [tensor.requires_grad_() for tensor in tensors if tensor.is_floating_point()]
         args, kwargs = split.with_tensors(tensors)
         output = run(*args, **kwargs)
@@ -200,6 +200,11 @@ def _why_different(module: nn.Module, run: Call, split: _Split, few: Sequence[Te
                 if not _is_close(one.narrow(dim, start, half), alone):
                     return "computes something else for a few positions alone"
     return ""
+
+
+# In another format there are other operators.
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

@@ -275,7 +275,7 @@ class Offloading(Technique[nn.Module]):
     def host_bytes(self, target: nn.Module) -> tuple[int, float]:
         """Reckon the bytes that weights need on the host, and those that may be used."""
         blocks = find_blocks(target, self.blocks)
-        tables = self._tables(target)
+        tables, _ = self._tables(target)
         params = [*tables, *self._chosen(target, blocks, tables)[0]]
         limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
         trained = {id(p): p.numel() for p in params if p.requires_grad}
@@ -298,9 +298,10 @@ class Offloading(Technique[nn.Module]):
         changes: list[str] = []
         skipped: list[str] = []
         undo: list[Callable[[], None]] = [worker.close]
-        tables = self._tables(target)
+        tables, heads_left = self._tables(target)
         params, left = self._chosen(target, blocks, tables)
         self._refuse(target, params, tables)
+        skipped += heads_left
         if tables:
             num_bytes = self._bytes_of(tables)
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
@@ -378,13 +379,14 @@ class Offloading(Technique[nn.Module]):
         on_host, is_streamed = first_blocks(blocks, self.resident), "parameters" in self._kinds
         return choose_weights(model, blocks, on_host, tables, is_streamed=is_streamed)
 
-    def _tables(self, model: nn.Module) -> list[nn.Parameter]:
+    def _tables(self, model: nn.Module) -> tuple[list[nn.Parameter], list[str]]:
+        """Return the weights of tables, and texts about heads that are weights as all others."""
         if "embeddings" not in self._kinds:
-            return []
+            return [], []
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         heads = {id(m.weight) for m in model.modules() if is_asking(m)} - looked_up
         sharing = shared_parameters(model)
-        return [
+        large = [
             param
             for param in model.parameters()
             if id(param) in looked_up | heads
@@ -392,9 +394,14 @@ class Offloading(Technique[nn.Module]):
             and is_plain(param)
             and param not in sharing
             and param.nbytes >= self.min_table_bytes
-            # A head is a weight as all others where it cannot stay there.
-            and not (id(param) in heads and table_problems(model, param))
         ]
+        problems = {param: table_problems(model, param) for param in large if id(param) in heads}
+        left = [
+            f"a head as all other weights: {why[0].what}: {why[0].why}"
+            for why in problems.values()
+            if why
+        ]
+        return [param for param in large if not problems.get(param)], left
 
     @property
     def has_weights(self) -> bool:
