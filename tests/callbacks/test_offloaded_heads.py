@@ -224,26 +224,17 @@ class WithLossModule(SpeakerModel):
 
 
 @pytest.mark.filterwarnings("ignore:.*chunked_cross_entropy. saves nothing")
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("make", [lambda: with_fused_loss(SpeakerModel()), WithLossModule])
-def test_a_head_that_a_fused_loss_reads_stays_on_the_device(make):
-    """The rest of the table is on the host; on CUDA it was an error of two devices."""
-    what = "parameters+activations+embeddings"
-    saving, lit = only(what), lit_of(make())
-    assert_same(fit(lit, only(None), limit_val_batches=0), fit(lit, saving, limit_val_batches=0))
+def test_a_head_that_a_fused_loss_reads_stays_on_the_device(make, accelerator):
+    """On CUDA it was an error of two devices."""
+    saving, lit = only("parameters+activations+embeddings"), lit_of(make())
+    how: dict[str, Any] = {"accelerator": accelerator, "limit_val_batches": 0}
+    plain, found = fit(lit, only(None), **how), fit(lit, saving, **how)
+    assert plain[0][0] == found[0][0]
+    if accelerator == "cpu":  # where updates round as the device's
+        assert_same(plain, found)
     details = rows_of(saving)["offload"].details
     assert any("1 embeddings on the host" in each for each in details)
-    assert any(
-        re.search("a head as all other weights: `model.head`: the fused loss of Liger", each)
-        for each in details
-    )
-    found = predict_memory(
-        make_lit(model=make()),
-        torch.ones(2, WIDTH),
-        settings={
-            "preset": "off",
-            "chunked_cross_entropy": CHUNKED,
-            "offload": Offloading(what, min_bytes=1, min_table_bytes=4),
-        },
-        gpu="T4",
-    )
-    assert found.peak.parameter_bytes > 0
+    why = "a head as all other weights: `model.head`: the fused loss of Liger in"
+    assert any(why in each for each in details)
