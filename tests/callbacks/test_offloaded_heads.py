@@ -1,7 +1,6 @@
 """A head on the host in a Trainer: its loss runs over tiles of its weight."""
 
 import copy
-import re
 from types import MethodType
 from typing import Any
 
