@@ -114,8 +114,9 @@ class Offloading(Technique[nn.Module]):
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
             its gradient and AdamW's state, where ``host_budget`` is checked.
-        bytes_per_gradient: The same of a gradient that waits for its update in backward, as two
-            blocks of them do; 0 where they wait for the step.
+        bytes_per_gradient: The same of a gradient that waits for its update in backward, or of
+            state that is moved, as those of two blocks are; 0 where they wait for the step.
+        bytes_per_embedding: What a trained weight of an embedding needs beyond that.
         processes: The processes of this machine that share weights and optimizer state, as
             `MemSaveCallback` has them under DDP; ``None`` for one process.
 
@@ -169,6 +170,7 @@ class Offloading(Technique[nn.Module]):
     num_threads: int | None = None
     bytes_per_parameter: int = 16
     bytes_per_gradient: int = 0
+    bytes_per_embedding: int = 0
     processes: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -283,7 +285,10 @@ class Offloading(Technique[nn.Module]):
             sum(trained.pop(id(p), 0) for p in block.module.parameters()) for block in blocks
         ]
         largest = max((*in_blocks, *trained.values()), default=0)
-        return self._bytes_of(params) + 2 * self.bytes_per_gradient * largest, limit
+        embeddings = {m.weight for m in target.modules() if isinstance(m, nn.Embedding)}
+        in_tables = sum(p.numel() for p in params if p in embeddings and p.requires_grad)
+        for_a_while = 2 * self.bytes_per_gradient * largest + self.bytes_per_embedding * in_tables
+        return self._bytes_of(params) + for_a_while, limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
         """Apply the technique."""
