@@ -384,7 +384,7 @@ class RecordedBlocks:
         blocks = find_blocks(model, selectors)
         if not blocks:
             return cls(what_if)
-        kinds = _RECORDED[:-1]
+        kinds: tuple[str, ...] = _RECORDED[:-1]
         if exactness.allows(Exactness.ROUNDING) and _is_long(what_if.step.batch):
             kinds = (TILED, *kinds)
         found = cls(

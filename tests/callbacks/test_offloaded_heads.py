@@ -197,7 +197,7 @@ def with_fused_loss(model: nn.Module) -> nn.Module:
         return nn.functional.cross_entropy(logits, tokens.flatten())
 
     forward.__module__ = "liger_kernel.transformers.model.llama"
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    model.forward = MethodType(forward, model)
     return model
 
 

@@ -30,6 +30,7 @@ class FeedForward(nn.Module):
         self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH) for _ in range(2))
         self.down, self.dropout = nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
         self.outputs: list[Tensor] = []
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
         if kind == "convolution":
             self.mix: nn.Module = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
@@ -101,14 +102,13 @@ class Model(nn.Module):
 
 
 def sequences(*shape: int) -> Tensor:
-    shape = shape or (2, 24)
-    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(3))
+    return torch.randn(*(shape or (2, 24)), WIDTH, generator=torch.Generator().manual_seed(3))
 
 
 def gradients(model: nn.Module, batch: Tensor) -> list[Tensor]:
     torch.manual_seed(0)
     params = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(model(batch), params, allow_unused=True)
+    found: Any = torch.autograd.grad(model(batch), params, allow_unused=True)
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -170,7 +170,7 @@ def test_masks_of_tiles_are_drawn_one_after_the_other():
             def forward(x: Tensor, whole: Any = whole) -> Tensor:
                 return torch.cat([whole(few) for few in x.split(10, 1)], 1)
 
-            part.forward = forward  # type: ignore[method-assign]
+            part.forward = forward
     tiled(model, tile=10)
     for _ in range(2):
         assert all(map(torch.equal, gradients(by_hand, batch), gradients(model, batch)))
@@ -187,7 +187,7 @@ def test_hugging_face_models(family):
         return model(input_ids=batch, labels=batch).loss
 
     wrapped = nn.Module()
-    wrapped.model, wrapped.forward = model, loss  # type: ignore[method-assign]
+    wrapped.model, wrapped.forward = model, loss
     plain = gradients(wrapped, tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)
@@ -201,7 +201,7 @@ def test_hugging_face_models(family):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_inside():
     config = peft.LoraConfig(r=4, target_modules=["up", "down"])
-    model = peft.get_peft_model(Model().double(), config)  # type: ignore[arg-type]
+    model: Any = peft.get_peft_model(Model().double(), config)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(param)
@@ -251,17 +251,18 @@ def test_what_mixes_positions_runs_whole_and_is_named(kind):
         if isinstance(module, nn.LayerNorm):
             module.requires_grad_(False)  # it alone is in tiles, whose gradients are not rounded
     plain = gradients(model, batch)
-    seen = [float(block.feed_forward.seen) for block in model.blocks]
-    outputs = [len(block.feed_forward.outputs) for block in model.blocks]
+    parts: list[Any] = [block.feed_forward for block in model.blocks]
+    seen = [float(part.seen) for part in parts]
+    outputs = [len(part.outputs) for part in parts]
     tiled(model)
     why = rf"no submodule .* by itself: `FeedForward` {REASONS[kind]}[^,]*\.$"
     with pytest.warns(NoEffectWarning, match=why):
         found = gradients(model, batch)
     for a, b in zip(plain, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    for block, before, length in zip(model.blocks, seen, outputs, strict=True):
-        assert block.feed_forward.seen == 2 * before
-        assert len(block.feed_forward.outputs) == 2 * length  # of two passes, not of the proof
+    # Of two passes, not of the proof.
+    assert [float(part.seen) for part in parts] == [2 * each for each in seen]
+    assert [len(part.outputs) for part in parts] == [2 * each for each in outputs]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once
         gradients(model, batch)

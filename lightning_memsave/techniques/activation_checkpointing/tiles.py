@@ -31,7 +31,6 @@ from lightning_memsave.techniques.activation_checkpointing.recompute import reco
 Call = Callable[..., Any]
 """The forward function of a submodule."""
 _NUM_POSITIONS = 6  # of the first batch, for the proof
-aten: Any = torch.ops.aten
 
 
 @dataclass
@@ -245,7 +244,7 @@ class _ByPosition(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Sequence[Tensor], num_positions: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._num_positions = num_positions
         self._of_positions = {id(tensor): tensor for tensor in tensors}
 
@@ -272,7 +271,9 @@ class _ByPosition(TorchDispatchMode):
         self, func: Any, named: dict[str, Any], tensors: Sequence[Tensor], flags: Sequence[bool]
     ) -> bool:
         first = next(tensor for tensor, flag in zip(tensors, flags, strict=True) if flag)
-        packet = func.overloadpacket
+        packet = func.overloadpacket.__name__
+        if func.namespace not in ("aten", "prim"):
+            return False
         if packet in _PRODUCTS:
             return flags[-1] is False and sum(flags) == 1
         if packet in _NORMS:
@@ -290,26 +291,17 @@ class _ByPosition(TorchDispatchMode):
         return sizes.index(self._num_positions) if self._num_positions in sizes else None
 
 
-_PRODUCTS = {aten.mm, aten.addmm, aten.linear}
-_NORMS = {aten.native_layer_norm, aten._fused_rms_norm}
-_LAST = {aten.glu}
+# Operators by name, such that one that torch no longer has is not missed.
+_PRODUCTS = {"mm", "addmm", "linear"}
+_NORMS = {"native_layer_norm", "_fused_rms_norm"}
+_LAST = {"glu"}
 _ALONG = _LAST | {
-    *(aten.mean, aten.sum, aten.amax, aten.var, aten.var_mean, aten.linalg_vector_norm),
-    *(aten.slice, aten.split, aten.split_with_sizes, aten.select, aten.unsqueeze, aten.cat),
-    aten._softmax,
+    *("mean", "sum", "amax", "var", "var_mean", "linalg_vector_norm", "_softmax"),
+    *("slice", "split", "split_with_sizes", "select", "unsqueeze", "cat"),
 }
 _ELEMENTWISE = {
-    *(
-        aten.view,
-        aten._unsafe_view,
-        aten._to_copy,
-        aten.clone,
-        aten.detach,
-        aten.alias,
-        aten.native_dropout,
-        aten.bernoulli_,
-    ),
-    *(aten.empty_like, aten.zeros_like, aten.ones_like, torch.ops.prim.device),
+    *("view", "_unsafe_view", "_to_copy", "clone", "detach", "alias", "device"),
+    *("native_dropout", "bernoulli_", "empty_like", "zeros_like", "ones_like"),
 }
 
 
