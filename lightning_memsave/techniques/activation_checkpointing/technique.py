@@ -71,7 +71,7 @@ def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
 
 
 _VALUES = (
-    '"all", "nested", "tiled", "selective", "sqrt", "every:2", a number of blocks such as 6, a '
+    '"all", "nested", "selective", "tiled", "sqrt", "every:2", a number of blocks such as 6, a '
     'share such as "50%", or numbers of blocks in order such as "nested:2,full:4,selective:4"'
 )
 _KINDS = ("tiled", "nested", "full", "selective")
