@@ -50,7 +50,7 @@ ON_HOST = {"chunked_cross_entropy": True, "low_precision_weights": "master"}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "alone": ("32-true", {}),
     "mixed": ("bf16-mixed", {}),
-    "8-bit": ("bf16-mixed", {"chunked_cross_entropy": True, "optimizer": "8bit"}),
+    "8-bit": ("bf16-mixed", {"optimizer": "8bit", "optimizer_in_backward": True}),
     "weights": ("32-true", {"offload": Offloading("parameters", min_bytes=1)}),
     "offload": (
         "bf16-mixed",

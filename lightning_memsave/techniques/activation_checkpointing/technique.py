@@ -113,11 +113,12 @@ class ActivationCheckpointing(Technique[nn.Module]):
     Note:
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
         the same state, and buffers that a block changes in ``forward`` are changed once. Of
-        ``"tiled"`` it is *rounding*: gradients of weights are sums over tiles, and dropout draws
-        other masks. The first batch shows which submodules compute each position by itself, by
-        their operators and by a few positions; the others are recomputed whole. A block
-        must compute the same twice: without state outside of torch, and without a change of its
-        arguments in place. Hugging Face models are trained with ``use_cache=False``. More limits
+        ``"tiled"`` it is *rounding*: gradients of weights are sums over tiles, in 16 bits if the
+        weights have 16, and dropout draws other masks. The first batch shows which submodules
+        compute each position by itself, by their operators and by a few positions; the others are
+        recomputed whole. A block must compute the same twice: without state outside of torch, and
+        without a change of its arguments in place. Hugging Face models are trained with
+        ``use_cache=False``. More limits
         are in docs/checkpointing_and_micro_batches.md.
 
     Example:

@@ -55,9 +55,10 @@ class Tiles:
         if not before or num_tokens <= self.size:
             return recompute(run, [module], args, kwargs)
         dim = before.index(max(before))
-        tensors = [leaf for _, leaf in leaves if leaf.shape[:-1] == before]
+        are_split = [leaf.shape[:-1] == before for _, leaf in leaves]
+        tensors = [leaf for (_, leaf), is_own in zip(leaves, are_split, strict=True) if is_own]
         split = _Split(args, kwargs, tensors, dim)
-        form = (module.training, *((path, leaf.ndim) for path, leaf in leaves))
+        form = (module.training, dim, *(path for path, _ in leaves), *are_split)
         if form not in self._known:
             why = self._known[form] = _why_whole(module, run, split)
             self._note(module, why)
