@@ -222,6 +222,16 @@ def test_offloading(run_here):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_llama_8b_on_a_desktop(run_here):
+    printed = run_here("llama_8b_desktop.py", "--small")
+    assert "30 weights, their gradients and optimizer state on the host" in printed
+    assert 6.0 < _number_after("losses of 2 steps: ", printed.replace(",", "")) < 8.0
+    assert "the same losses with the preset, bit for bit: True" in printed
+    assert "weights, bit for bit: True" in printed
+
+
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_resume_after_a_kill():
     printed = _run_small("resume.py")

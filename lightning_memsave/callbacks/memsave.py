@@ -69,14 +69,14 @@ class MemSaveCallback(CallbackBase):
     the reason.
 
     Args:
-        activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
-            ``"every:k"``, the first m as a number, a share of them, or `ActivationCheckpointing`.
+        activation_checkpointing: Which blocks to recompute: ``"all"``, ``"nested"``, ``"tiled"``,
+            ``"selective"``, ``"every:k"``, a number, a share, or `ActivationCheckpointing`.
         optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, a
             name such as ``"lion_8bit"``, or `LowBitOptimizer` with settings of its own. Another
             optimizer: ``"muon"``, ``"adamw_bf16_state"``, ``"package:Class"`` or `NamedOptimizer`.
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; or
-            `MicroBatching`. ``"halve"``, the presets' value, starts with the whole batch; when
+            `MicroBatching`. ``"halve"``, of all presets but ``"off"``, begins with the batch; when
             memory runs out, the batch is repeated with half the size, which is kept and saved in
             checkpoints. Evaluation does so where a few samples prove that it only rounds. With
             ``MicroBatching(1, of="blocks")`` weights that ``offload`` streams come once per batch.

@@ -123,7 +123,7 @@ def _plain(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         key
         for each in hooks.values()
         for key, hook in each.items()
-        if _is_of_this_package(hook) and not getattr(hook, _NEEDS_IT, lambda _: False)(module)
+        if is_of_this_package(hook) and not getattr(hook, _NEEDS_IT, lambda _: False)(module)
     }
     for name, each in hooks.items():
         plain[name] = type(each)((key, hook) for key, hook in each.items() if key not in ours)
@@ -165,7 +165,8 @@ def kept_in_copies(needs_it: Callable[[nn.Module], bool]) -> Callable[[HookT], H
     return mark
 
 
-def _is_of_this_package(hook: Any) -> bool:
+def is_of_this_package(hook: Any) -> bool:
+    """Return whether a hook is one of this package's own."""
     function = getattr(hook, "func", hook)  # of a partial one
     return str(getattr(function, "__module__", "")).startswith("lightning_memsave.")
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_memsave.core.blocks import Block, ancestors, find_blocks
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning.constants import MOST_NESTED
 from lightning_memsave.planning.step_time import PASSES, Lane, Rates, lane_of
 from lightning_memsave.prediction.result import MemoryPrediction
@@ -18,6 +20,7 @@ from lightning_memsave.prediction.user_code import build_without_data
 from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.prediction.work import launches_of
 from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
     inplace_problems,
     parts_of,
 )
@@ -342,8 +345,9 @@ def _smoothed(places: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, s
             yield phase, name
 
 
+TILED = "tiled"
 # Of a run of equal blocks so many are recorded, in this order; beside others on the host, the last
-# one is on the device.
+# one is on the device. With long sequences it is one more.
 _RECORDED = ("nested", "full", "selective", KEEP)
 
 
@@ -368,22 +372,30 @@ class RecordedBlocks:
 
     @classmethod
     def of(
-        cls, what_if: WhatIf, selectors: Any = None, *, may_be_cut: bool = True
+        cls,
+        what_if: WhatIf,
+        selectors: Any = None,
+        exactness: Exactness = Exactness.BITWISE,
+        *,
+        may_be_cut: bool = True,
     ) -> "RecordedBlocks":
         given = what_if.step.model
         model = given if isinstance(given, nn.Module) else build_without_data(given)
         blocks = find_blocks(model, selectors)
         if not blocks:
             return cls(what_if)
+        kinds: tuple[str, ...] = _RECORDED[:-1]
+        if exactness.allows(Exactness.ROUNDING) and _is_long(what_if.step.batch):
+            kinds = (TILED, *kinds)
         found = cls(
             what_if,
             runs_of(model, blocks),
-            tuple(kind for kind in ("nested", "full", "selective") if _can(kind, blocks)),
+            tuple(kind for kind in kinds if _can(kind, blocks)),
             [block.name for block in blocks],
             [parameter.numel() for parameter in model.parameters()],
             sum(parameter.numel() for parameter in blocks[-1].module.parameters()),
         )
-        most = len(_RECORDED)
+        most = len(_RECORDED) + (TILED in found.kinds)
         long = [r for r in found.runs if len(r) > most and can_be_cut(model, r)]
         if not long or not may_be_cut:
             return found
@@ -429,7 +441,7 @@ class RecordedBlocks:
     def assignments(self, *, by_place: bool) -> list[list[str]]:
         """List ways to recompute the recorded blocks that show each kind for each run."""
         # Of equal blocks one step shows as many kinds as there are blocks.
-        kinds = [kind for kind in _RECORDED if kind in (*self.kinds, KEEP)]
+        kinds = [*self.kinds, KEEP]
         number = len(self.names)
         if by_place or len(self.runs) > 1:
             return [[kind] * number for kind in kinds]
@@ -437,8 +449,14 @@ class RecordedBlocks:
         return [some + [KEEP] * (number - len(some)) for some in shown]
 
 
+# Along another dimension than that of the samples, which micro-batches split.
+def _is_long(batch: Any) -> bool:
+    sizes = (size for tensor in tensors_in_batch(batch) for size in tensor.shape[1:])
+    return any(size > ActivationCheckpointing.tile for size in sizes)
+
+
 def _can(kind: str, blocks: Sequence[Block]) -> bool:
-    if kind == "nested":
+    if kind in (TILED, "nested"):
         return bool(parts_of(blocks))
     return kind == "full" or not inplace_problems(blocks)
 

@@ -120,7 +120,7 @@ def _precision(now: CurrentSettings, entry: Entry) -> list[Candidate]:
 
 def _activation_checkpointing(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     which = now.arguments.get(entry.argument)
-    if which in ("all", "auto", "nested"):
+    if which in ("all", "auto", "nested", "tiled"):
         return []
     return [_candidate(entry, offer) for offer in entry.offers if offer.value != which]
 

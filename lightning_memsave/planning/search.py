@@ -205,6 +205,7 @@ class PlanSearch:
                 for candidate in found
                 if self._bytes(candidate) < math.inf
                 and candidate.num_resident == chosen.num_resident
+                and chosen.exactness.allows(candidate.exactness)
             ]
             for variant, found in self._by_variant.items()
             if variant.rank <= chosen.variant.rank and rest_of(variant) == rest_of(chosen.variant)
@@ -344,6 +345,7 @@ class PlanSearch:
             (c for c in fitting if c.seconds <= limit_s),
             key=lambda c: (
                 c.variant.rank,
+                c.exactness.rank,
                 c.variant.is_offloaded,
                 c.seconds,
                 -c.num_resident,
@@ -392,7 +394,7 @@ class PlanSearch:
     def _exactness_of(self, candidate: Estimate) -> Exactness:
         # "32-true" is what Lightning does by itself.
         is_exact = str(self._what_if.step.settings.get("precision")) in ("32", "32-true")
-        found = [candidate.variant.exactness] + [
+        found = [candidate.exactness] + [
             entry.exactness
             for entry in self._given
             if not (entry.argument == "precision" and is_exact)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.measure.parameters import ParameterTable
-from lightning_memsave.planning.block_costs import KEEP, BlockCosts, value_of
+from lightning_memsave.planning.block_costs import KEEP, TILED, BlockCosts, value_of
 from lightning_memsave.planning.candidates import (
     MICRO_BATCH,
     OFFLOAD,
@@ -127,6 +127,11 @@ class Estimate:
     num_bytes: int
     seconds: float
     host_bytes: int = 0
+
+    @property
+    def exactness(self) -> Exactness:
+        of_blocks = Exactness.ROUNDING if TILED in self.kinds else Exactness.BITWISE
+        return max(of_blocks, self.variant.exactness, key=lambda exactness: exactness.rank)
 
     @property
     def way(self) -> tuple[tuple[str, ...], int]:

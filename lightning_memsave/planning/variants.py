@@ -1,6 +1,7 @@
 """Variants of a step for the planner: what is on beside recomputation, each recorded once."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -71,8 +72,7 @@ class Variants:
         details: Mapping[str, Any] | None = None,
         offload: Offloading | None = None,
     ) -> None:
-        self.what_if = what_if
-        self.rates = rates
+        self.what_if, self.rates = what_if, rates
         self.exactness = exactness
         """The most that results may move."""
         self._start_s = processor_time_s()
@@ -106,13 +106,13 @@ class Variants:
         self._known: dict[str, Variant | None] = {}
         self._offload, self._blocks = offload, RecordedBlocks(what_if)
         selectors = getattr(offload, "blocks", None) or given.get("blocks")
+        blocks_of = functools.partial(RecordedBlocks.of, what_if, selectors, exactness)
         if RECOMPUTED in self._open:
-            self._blocks = RecordedBlocks.of(what_if, selectors)
+            self._blocks = blocks_of()
         elif offload is not None:
-            found = RecordedBlocks.of(what_if, selectors, may_be_cut=False)
-            self._blocks = replace(found, kinds=())
+            self._blocks = replace(blocks_of(may_be_cut=False), kinds=())
         if self._blocks.is_cut and self.unchanged() is None:  # it counts its blocks
-            self._blocks = RecordedBlocks.of(what_if, selectors, may_be_cut=False)
+            self._blocks = blocks_of(may_be_cut=False)
             self._known.clear()
 
     @property

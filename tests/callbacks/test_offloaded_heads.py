@@ -1,6 +1,7 @@
 """A head on the host in a Trainer: its loss runs over tiles of its weight."""
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -184,3 +185,55 @@ def test_llama_8b_needs_less_than_three_gib():
     found = predict_memory(lambda: LlamaForCausalLM(config), batch, settings={"preset": "offload"})
     assert found.peak_bytes <= 3 * 2**30
     assert found.num_parameters == 8_030_261_248
+
+
+def with_fused_loss(model: nn.Module) -> nn.Module:
+    """Multiply with the head's weight in the model's `forward`, as Liger's functions do."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        tokens = x.argsort(-1)[:, :8]
+        hidden = self.run_blocks(self.embedding(tokens)).flatten(0, 1)
+        logits = nn.functional.linear(hidden, self.head.weight, self.head.bias)
+        return nn.functional.cross_entropy(logits, tokens.flatten())
+
+    forward.__module__ = "liger_kernel.transformers.model.llama"
+    model.forward = MethodType(forward, model)
+    return model
+
+
+class FusedLinearLoss(nn.Module):
+    """A submodule, as `LigerFusedLinearCrossEntropyLoss` is."""
+
+    def forward(self, weight: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(nn.functional.linear(hidden, weight), tokens)
+
+    forward.__module__ = "liger_kernel.transformers.fused_linear_cross_entropy"
+
+
+class WithLossModule(SpeakerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = FusedLinearLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argsort(-1)[:, :8]
+        hidden = self.run_blocks(self.embedding(tokens)).flatten(0, 1)
+        loss: Tensor = self.loss(self.head.weight, hidden, tokens.flatten())
+        return loss + 0 * self.head.bias.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*chunked_cross_entropy. saves nothing")
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("make", [lambda: with_fused_loss(SpeakerModel()), WithLossModule])
+def test_a_head_that_a_fused_loss_reads_stays_on_the_device(make, accelerator):
+    """On CUDA it was an error of two devices."""
+    saving, lit = only("parameters+activations+embeddings"), lit_of(make())
+    how: dict[str, Any] = {"accelerator": accelerator, "limit_val_batches": 0}
+    plain, found = fit(lit, only(None), **how), fit(lit, saving, **how)
+    assert plain[0][0] == found[0][0]
+    if accelerator == "cpu":  # where updates round as the device's
+        assert_same(plain, found)
+    details = rows_of(saving)["offload"].details
+    assert any("1 embeddings on the host" in each for each in details)
+    why = "a head as all other weights: `model.head`: the fused loss of Liger in"
+    assert any(why in each for each in details)

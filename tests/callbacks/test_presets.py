@@ -55,6 +55,14 @@ class TestPresets:
         assert rows["optimizer_in_backward"].status == "on"
         assert rows["activation_checkpointing"].status == "on"
 
+    def test_off_says_that_batches_are_not_repeated(self):
+        """Whether `"auto"` was written cannot be told; with `"halve"` there is nothing to say."""
+        said = '`micro_batch_size="auto"` is off, too, also where it is written: only `"halve"`'
+        for size in ("auto", "halve"):
+            fit(make_lit(), callback := quiet(preset="off", micro_batch_size=size))
+            details = rows_of(callback)["preset"].details
+            assert any(said in each for each in details) == (size == "auto")
+
     def test_single_gpu_learns_the_same(self, package):
         lit = make_lit(package, "classifier")
         callback = MemSaveCallback(preset="single_gpu")

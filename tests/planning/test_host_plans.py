@@ -12,12 +12,14 @@ import pytest
 import torch
 import transformers
 
-from lightning_memsave import Exactness, InfeasiblePlanError
+from lightning_memsave import Exactness, InfeasiblePlanError, predict_memory
 from lightning_memsave.api import make_what_if
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.planning.constants import EQUALLY_FAST
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.variant import Estimate
 from lightning_memsave.planning.variants import Variants
+from lightning_memsave.techniques.registry import ALL_8BIT
 from lightning_memsave.units import MIB
 from tests.planning.plans import RATES
 
@@ -292,3 +294,28 @@ def test_what_was_recorded_of_a_variant_counts_when_time_is_over():
     again = next(variants.on_host(in_parts=False))
     assert variants.is_cut_short
     assert (again.changes, again.shown) == (first.changes, first.shown)
+
+
+@pytest.mark.parametrize("optimizer", ["8bit", ALL_8BIT], ids=["8bit", "all"])
+@pytest.mark.parametrize("changes", [_SPLIT, _MASTER], ids=str)
+def test_a_host_budget_is_checked_by_what_is_predicted(changes, optimizer):
+    """Beside 8-bit state embeddings keep whole state, and float32 copies while they are updated."""
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=3
+    )
+    settings = {"preset": "offload", "offload": "parameters+activations", "optimizer": optimizer}
+    settings |= changes | _IN_BACKWARD
+
+    def predict(host_budget: int) -> int:
+        found = predict_memory(
+            lambda: transformers.LlamaForCausalLM(config),
+            {"input_ids": (tokens := torch.zeros(1, 8, dtype=torch.long)), "labels": tokens},
+            settings=settings | {"host_budget": host_budget},
+            gpu="RTX-4090",
+        )
+        return found.peak.host_bytes
+
+    predicted = predict(2**40)
+    assert predict(int(1.15 * predicted)) == predicted
+    with pytest.raises(IncompatibleError, match="of host memory"):
+        predict(int(0.98 * predicted))

@@ -14,6 +14,7 @@ from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
+    host_bytes_for_a_while,
     host_bytes_per_parameter,
 )
 from lightning_memsave.techniques.offloading.technique import (
@@ -66,11 +67,10 @@ class OffloadSetting(ModuleSetting):
             )
         if technique is None:
             return None
-        is_half = arguments["low_precision_weights"] is not None
         known = {
             "host_budget": budget,
             "bytes_per_parameter": host_bytes_per_parameter(arguments),
-            "bytes_per_gradient": (2 if is_half else 4) * bool(arguments["optimizer_in_backward"]),
+            **host_bytes_for_a_while(arguments),
         }
         named = settings_of(technique) if isinstance(given, Offloading) else {}
         return dataclasses.replace(technique, **{n: v for n, v in known.items() if n not in named})

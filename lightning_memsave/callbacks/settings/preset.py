@@ -9,7 +9,8 @@ from lightning_memsave.techniques.registry import BARE, values_of
 
 # The argument's default is "auto": whether it was written cannot be told.
 _NOT_REPEATED = (
-    '`micro_batch_size="auto"` is off, too: `"halve"` repeats a batch that runs out of memory'
+    '`micro_batch_size="auto"` is off, too, also where it is written: only `"halve"` repeats a '
+    "batch that runs out of memory"
 )
 
 

@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -24,7 +24,13 @@ from lightning_memsave.core.blocks import (
     is_hugging_face,
     repeated_classes,
 )
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    own,
+    patch_method,
+    previous_method,
+    set_own,
+)
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
@@ -32,6 +38,7 @@ from lightning_memsave.techniques.activation_checkpointing.recompute import (
     forget_buffers,
     recompute,
 )
+from lightning_memsave.techniques.activation_checkpointing.tiles import Tiles, norms_of
 
 T = TypeVar("T")
 
@@ -64,10 +71,11 @@ def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
 
 
 _VALUES = (
-    '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, a share such '
-    'as "50%", or numbers of blocks in order such as "nested:2,full:4,selective:4"'
+    '"all", "nested", "selective", "tiled", "sqrt", "every:2", a number of blocks such as 6, a '
+    'share such as "50%", or numbers of blocks in order such as "nested:2,full:4,selective:4"'
 )
-_KINDS = ("nested", "full", "selective")
+_KINDS = ("tiled", "nested", "full", "selective")
+_TILES = "_memsave_tiles"  # its copies run on all tokens
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,9 @@ class ActivationCheckpointing(Technique[nn.Module]):
             choice when not all are needed; ``"50%"`` for that share of the blocks, first ones
             first, rounded up; ``"every:k"`` for each k-th block; ``"nested"`` for all blocks, and
             for their submodules (attention, feed-forward) once more while a block is recomputed, so
-            that the activations of one submodule exist at a time;
+            that the activations of one submodule exist at a time; ``"tiled"`` for the same with
+            long sequences: norms, and submodules that compute each position by itself, such as
+            feed-forward ones, run and are recomputed on `tile` tokens at a time;
             ``"selective"`` for all blocks, but the outputs of matrix products, convolutions and
             attention are saved and only the rest is recomputed; ``"sqrt"`` to split each long
             ``nn.Sequential`` into about sqrt(n) segments (Chen et al.). For transformer blocks
@@ -92,18 +102,23 @@ class ActivationCheckpointing(Technique[nn.Module]):
             selective:4"`` treats the first 2 blocks as ``"nested"``, the next 4 as ``"all"``, the
             next 4 as ``"selective"``, and leaves the others as they are; `plan_memory` finds such
             numbers.
+        tile: Tokens at a time for ``"tiled"``, those of all samples together.
         blocks: Selectors of blocks: class names, classes, ``"re:..."`` regular expressions
             over module names, or functions of name and module. ``None`` finds them: see
             `find_blocks`.
 
     Raises:
-        ConfigurationError: If ``which`` or ``blocks`` is none of these.
+        ConfigurationError: If ``which``, ``tile`` or ``blocks`` is none of these.
 
     Note:
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
-        the same state, and buffers that a block changes in ``forward`` are changed once. A block
-        must compute the same twice: without state outside of torch, and without a change of its
-        arguments in place. Hugging Face models are trained with ``use_cache=False``. More limits
+        the same state, and buffers that a block changes in ``forward`` are changed once. Of
+        ``"tiled"`` it is *rounding*: gradients of weights are sums over tiles, in 16 bits if the
+        weights have 16, and dropout draws other masks. The first batch shows which submodules
+        compute each position by itself, by their operators and by a few positions; the others are
+        recomputed whole. A block must compute the same twice: without state outside of torch, and
+        without a change of its arguments in place. Hugging Face models are trained with
+        ``use_cache=False``. More limits
         are in docs/checkpointing_and_micro_batches.md.
 
     Example:
@@ -131,6 +146,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
 
     which: str | int = "all"
     _: KW_ONLY
+    tile: int = 4096
     blocks: BlockSelector | Sequence[BlockSelector] | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +160,19 @@ class ActivationCheckpointing(Technique[nn.Module]):
                 f"`activation_checkpointing={self.which!r}` is not a valid choice of blocks. "
                 f"{share}Use {_VALUES}, or `None`."
             )
+        is_tiled = "tiled" in str(self.which)
+        if type(self.tile) is not int or self.tile < 1:
+            raise ConfigurationError(
+                f"`tile={self.tile!r}` is not a number of tokens: it must be at least 1. Use "
+                '`ActivationCheckpointing("tiled", tile=4096)`.'
+            )
+        if self.tile != type(self).tile and not is_tiled:
+            raise ConfigurationError(
+                f"`tile={self.tile}` is not used with {self.which!r}. Use "
+                f'`ActivationCheckpointing("tiled", tile={self.tile})`, or remove `tile`.'
+            )
+        if is_tiled:
+            object.__setattr__(self, "exactness", Exactness.ROUNDING)
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))
 
@@ -197,7 +226,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
             return Handle(target, (), [self._nothing_found(target)])
         kinds = {block.name: kind for block, kind in self.kinds_of(blocks)}
         chosen = [block for block in blocks if block.name in kinds]
-        plain = [b for b in chosen if not isinstance(b.module, torch.jit.ScriptModule)]
+        plain = _plain(chosen)
         free = [block for block in plain if not _checkpoints_itself(target, block)]
         skipped = []
         if len(plain) < len(chosen):
@@ -208,20 +237,29 @@ class ActivationCheckpointing(Technique[nn.Module]):
             )
         full = [block for block in free if kinds[block.name] != "selective"]
         selective = [block for block in free if kinds[block.name] == "selective"]
+        tiled = [block for block in full if kinds[block.name] == "tiled"]
         nested = [block for block in full if kinds[block.name] == "nested"]
-        parts = [p for p in parts_of(nested) if not isinstance(p.module, torch.jit.ScriptModule)]
+        parts = _plain(parts_of(nested))
+        in_tiles, norms = _plain(parts_of(tiled)), _plain(norms_of(tiled))
+        all_parts = [*parts, *in_tiles, *norms]
         summary = []
         if full or not selective:
             summary.append(f"{len(full)} of {len(blocks)} blocks recomputed: {_counted(full)}")
         if parts:
             summary[-1] += f"; of them once more: {_counted(parts)}"
+        if tiled:
+            summary[-1] += (
+                f"; of them on {self.tile:,} tokens at a time, if they compute each position by "
+                f"itself: {_counted([*in_tiles, *norms])}"
+            )
         if selective:
             summary.append(f"{len(selective)} recomputed selectively: {_counted(selective)}")
         undo = [patch_method(b.module, _Full.forward) for b in (*full, *parts)]
         undo += [patch_method(block.module, _Selective.forward) for block in selective]
-        undo += [functools.partial(forget_buffers, block.module) for block in (*free, *parts)]
+        undo += _in_tiles(in_tiles, norms, self.tile)
+        undo += [functools.partial(forget_buffers, each.module) for each in (*free, *all_parts)]
         undo += _switch_caches_off(target, free)
-        names = [block.name for block in (*free, *parts)]
+        names = [block.name for block in (*free, *all_parts)]
         return Handle(target, names, skipped, undo, summary="; ".join(summary))
 
     def _blocks(self, model: nn.Module) -> list[Block]:
@@ -282,6 +320,15 @@ class _Selective:
     @staticmethod
     def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _forward(block, args, kwargs, is_selective=True)
+
+
+class _Tiled:
+    @staticmethod
+    def forward(part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        run, tiles = previous_method(part, "forward"), own(part, _TILES)
+        if tiles is None or not torch.is_grad_enabled() or _runs_without(part, args, kwargs):
+            return run(*args, **kwargs)
+        return tiles.run(part, run, args, kwargs)
 
 
 class _Segments:
@@ -361,6 +408,20 @@ def _switch_caches_off(model: nn.Module, blocks: Sequence[Block]) -> list[Callab
     return undo
 
 
+def _in_tiles(
+    parts: Sequence[Block], norms: Sequence[Block], size: int
+) -> Iterator[Callable[[], Any]]:
+    reasons: dict[str, str] = {}  # shared: only where all parts stay whole, that is said
+    for part in (*parts, *norms):
+        tiles = Tiles(part.name, size, None if part in norms else reasons, len(parts))
+        yield set_own(part.module, _TILES, tiles)
+        yield patch_method(part.module, _Tiled.forward)
+
+
+def _plain(blocks: Sequence[Block]) -> list[Block]:
+    return [block for block in blocks if not isinstance(block.module, torch.jit.ScriptModule)]
+
+
 def _run_chain(layers: list[nn.Module], input: Any) -> Any:
     for layer in layers:
         input = layer(input)
@@ -384,7 +445,7 @@ def _is_valid(which: object) -> bool:
     every = which.removeprefix("every:")
     if every != which:
         return every.isdecimal() and int(every) >= 1
-    return which in ("all", "nested", "selective", "sqrt") or _runs(which) is not None
+    return which in ("all", "nested", "tiled", "selective", "sqrt") or _runs(which) is not None
 
 
 def _percent(which: str) -> float | None:

@@ -28,7 +28,27 @@ def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
     """Reckon what a trained weight needs on the host, with its gradient and AdamW's state."""
     low = arguments.get("low_precision_weights")
     weight = 6 if getattr(low, "rounding", low) == "master" else 4
-    optimizer = arguments.get("optimizer")
-    state = 2 if "8bit" in str(getattr(optimizer, "optimizer", optimizer)) else 8
+    state = 2 if _is_8bit(arguments) else 8
     gradient = 0 if arguments.get("optimizer_in_backward") else 4
     return weight + state + gradient
+
+
+def host_bytes_for_a_while(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Reckon what weights need beyond that: one gradient, and all of embeddings.
+
+    Gradients in backward wait, and 8-bit state of a weight is there twice while it is moved.
+    Embeddings keep whole state beside 8-bit state, and updates of it make float32 copies of their
+    weights and gradients.
+    """
+    is_half, is_8bit = arguments["low_precision_weights"] is not None, _is_8bit(arguments)
+    gradient = (2 if is_half else 4) * bool(arguments["optimizer_in_backward"])
+    is_whole = is_8bit and "*" not in getattr(arguments["optimizer"], "force_8bit", ())
+    return {
+        "bytes_per_gradient": gradient + is_8bit,
+        "bytes_per_embedding": (6 + 8) * is_whole,
+    }
+
+
+def _is_8bit(arguments: Mapping[str, Any]) -> bool:
+    optimizer = arguments.get("optimizer")
+    return "8bit" in str(getattr(optimizer, "optimizer", optimizer))

@@ -250,7 +250,7 @@ def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:
         },
     )
     for name, module in modules.items():
-        why, fix = _why_not(module)
+        why, fix = _why_read_elsewhere(model, module) or _why_not(module)
         if why:
             problems.append(Problem(f"`{name}`", why, fix))
     has_head = any(isinstance(module, nn.Linear) for module in modules.values())
@@ -265,6 +265,18 @@ def _is_hooked(weight: nn.Parameter) -> bool:
     own = __name__.partition(".")[0]
     are_own = all(getattr(hook, "__module__", "").startswith(own) for hook in later)
     return bool(weight._backward_hooks) or not are_own
+
+
+# Liger's fused loss does not call the head: its kernel multiplies with the whole weight.
+def _why_read_elsewhere(model: nn.Module, head: nn.Module) -> tuple[str, str] | None:
+    for module in model.modules() if isinstance(head, nn.Linear) else ():
+        method = vars(module).get("forward", type(module).forward)
+        has_head = module is not head and any(inner is head for inner in module.modules())
+        is_fused = has_head or "FusedLinear" in type(module).__name__
+        if is_fused and str(getattr(method, "__module__", "")).startswith("liger_kernel."):
+            why = f"the fused loss of Liger in `{type(module).__name__}` reads its weight"
+            return why, f"Load the model without that loss, or {_LEFT_OUT}."
+    return None
 
 
 def _why_not(module: nn.Module) -> tuple[str, str]:

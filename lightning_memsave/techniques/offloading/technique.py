@@ -114,8 +114,9 @@ class Offloading(Technique[nn.Module]):
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
             its gradient and AdamW's state, where ``host_budget`` is checked.
-        bytes_per_gradient: The same of a gradient that waits for its update in backward, as two
-            blocks of them do; 0 where they wait for the step.
+        bytes_per_gradient: The same of a gradient that waits for its update in backward, or of
+            state that is moved, as those of two blocks are; 0 where they wait for the step.
+        bytes_per_embedding: What a trained weight of an embedding needs beyond that.
         processes: The processes of this machine that share weights and optimizer state, as
             `MemSaveCallback` has them under DDP; ``None`` for one process.
 
@@ -169,6 +170,7 @@ class Offloading(Technique[nn.Module]):
     num_threads: int | None = None
     bytes_per_parameter: int = 16
     bytes_per_gradient: int = 0
+    bytes_per_embedding: int = 0
     processes: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -275,7 +277,7 @@ class Offloading(Technique[nn.Module]):
     def host_bytes(self, target: nn.Module) -> tuple[int, float]:
         """Reckon the bytes that weights need on the host, and those that may be used."""
         blocks = find_blocks(target, self.blocks)
-        tables = self._tables(target)
+        tables, _ = self._tables(target)
         params = [*tables, *self._chosen(target, blocks, tables)[0]]
         limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
         trained = {id(p): p.numel() for p in params if p.requires_grad}
@@ -283,7 +285,10 @@ class Offloading(Technique[nn.Module]):
             sum(trained.pop(id(p), 0) for p in block.module.parameters()) for block in blocks
         ]
         largest = max((*in_blocks, *trained.values()), default=0)
-        return self._bytes_of(params) + 2 * self.bytes_per_gradient * largest, limit
+        embeddings = {m.weight for m in target.modules() if isinstance(m, nn.Embedding)}
+        in_tables = sum(p.numel() for p in params if p in embeddings and p.requires_grad)
+        for_a_while = 2 * self.bytes_per_gradient * largest + self.bytes_per_embedding * in_tables
+        return self._bytes_of(params) + for_a_while, limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
         """Apply the technique."""
@@ -298,9 +303,10 @@ class Offloading(Technique[nn.Module]):
         changes: list[str] = []
         skipped: list[str] = []
         undo: list[Callable[[], None]] = [worker.close]
-        tables = self._tables(target)
+        tables, heads_left = self._tables(target)
         params, left = self._chosen(target, blocks, tables)
         self._refuse(target, params, tables)
+        skipped += heads_left
         if tables:
             num_bytes = self._bytes_of(tables)
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
@@ -378,13 +384,14 @@ class Offloading(Technique[nn.Module]):
         on_host, is_streamed = first_blocks(blocks, self.resident), "parameters" in self._kinds
         return choose_weights(model, blocks, on_host, tables, is_streamed=is_streamed)
 
-    def _tables(self, model: nn.Module) -> list[nn.Parameter]:
+    def _tables(self, model: nn.Module) -> tuple[list[nn.Parameter], list[str]]:
+        """Return the weights of tables, and texts about heads that are weights as all others."""
         if "embeddings" not in self._kinds:
-            return []
+            return [], []
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         heads = {id(m.weight) for m in model.modules() if is_asking(m)} - looked_up
         sharing = shared_parameters(model)
-        return [
+        large = [
             param
             for param in model.parameters()
             if id(param) in looked_up | heads
@@ -392,9 +399,14 @@ class Offloading(Technique[nn.Module]):
             and is_plain(param)
             and param not in sharing
             and param.nbytes >= self.min_table_bytes
-            # A head is a weight as all others where it cannot stay there.
-            and not (id(param) in heads and table_problems(model, param))
         ]
+        problems = {param: table_problems(model, param) for param in large if id(param) in heads}
+        left = [
+            f"a head as all other weights: {why[0].what}: {why[0].why}"
+            for why in problems.values()
+            if why
+        ]
+        return [param for param in large if not problems.get(param)], left
 
     @property
     def has_weights(self) -> bool:
