@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import PROCESS_WIDE
+from lightning_memsave.core.technique import Handle
 from lightning_memsave.techniques.offloading.device_tiles import (
     DeviceTiles,
     is_updated_in_tiles,
     lock_state,
 )
+from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
@@ -33,6 +35,7 @@ from lightning_memsave.techniques.optimizer_step import (
     on_host,
     own_step,
     owners_of,
+    owns,
     plain_step,
     scaling,
     step_without_hooks,
@@ -41,6 +44,7 @@ from lightning_memsave.techniques.optimizer_step import (
 from lightning_memsave.techniques.tiled_steps import is_tiled, step_in_tiles, step_whole
 
 Clip = Callable[[list[nn.Parameter]], None]
+_Gradients = defaultdict[Part, dict[nn.Parameter, Tensor]]
 
 
 class HostUpdates(StepOwner):
@@ -48,9 +52,10 @@ class HostUpdates(StepOwner):
 
     order = 1
 
-    def __init__(self, optimizer: Optimizer, residence: Residence) -> None:
+    def __init__(self, optimizer: Optimizer, residence: Residence, num_early: int = 0) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.residence = residence
+        self.early = EarlyUpdates(residence, num_early)
         self._tiles: DeviceTiles | None = None
 
     def start(self) -> list[Callable[[], None]]:
@@ -62,16 +67,23 @@ class HostUpdates(StepOwner):
             optimizer.register_load_state_dict_pre_hook(self._wait),
             optimizer.register_load_state_dict_post_hook(self._mark_state),
         ]
-        return [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
+        undo = [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
+        if self.early.number:
+            begin = weakref.WeakMethod(self._begin_early)
+            self.residence.when_complete.append(begin)
+            undo.append(lambda: self.residence.when_complete.remove(begin))
+        return undo
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
         self.residence.leave()
         updated: set[int] = set()
         params = parameters_of(optimizer)
         if any(p.grad is not None for p in params):  # otherwise all are updated in backward
-            self.residence.finish()
+            gradients = self._gradients_of(params)
+            settled = self.early.settle(optimizer, gradients)
+            self.residence.finish(besides=settled)
             with scaling(optimizer, is_on_host=True):
-                updated = self._update(optimizer)
+                updated = self._update(optimizer, gradients, settled)
         if self.residence.is_watched:
             self.residence.wait()
             if self.residence.processes is not None:
@@ -82,8 +94,28 @@ class HostUpdates(StepOwner):
         """Wait for updates, which may still read gradients."""
         self._wait()
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the caller holds it"
+        self.residence.leave()
+        return self.early.clip(parameters_of(optimizer), max_norm)
+
+    def _begin_early(self, part: Part) -> None:
+        optimizer, gradients = self._optimizer(), part.gradients.complete()
+        if optimizer is None or not gradients or part.num_uses > 1:
+            return
+        if all(owns(optimizer, param) for param in gradients):
+            self.early.find_norms(gradients, self.residence.copies.landing())
+            if self.early.may_begin(optimizer, part):
+                self.early.note(self.submit(part, gradients, is_early=True))
+
     def submit(
-        self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
+        self,
+        part: Part,
+        gradients: Mapping[nn.Parameter, Tensor],
+        clip: Clip | None = None,
+        *,
+        is_early: bool = False,
     ) -> "Future[None]":
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
@@ -92,19 +124,33 @@ class HostUpdates(StepOwner):
         self._allocate(optimizer, part, gradients)
         self._make_tiles(optimizer, gradients)
         landing = self.residence.copies.landing()
+        early = self.early.begin(optimizer, part, gradients) if is_early else None
+        before = part.confirm() if early is None else early.save
         update = self._update_of(optimizer, part, gradients, clip)
 
         def update_when_landed() -> None:
             landing()
+            if before is not None:
+                before()
             update()
             if self.residence.processes is not None:
                 self.residence.processes.end_update(part)
 
         future = self.residence.worker.submit(update_when_landed)
-        part.begin_update(future)
+        part.begin_update(future, None if early is None else early.take_back)
         return future
 
-    def _update(self, optimizer: Optimizer) -> set[int]:
+    def _gradients_of(self, params: Sequence[nn.Parameter]) -> _Gradients:
+        found: _Gradients = defaultdict(dict)
+        for param in params:
+            part = self.residence.part_of(param)
+            if param.grad is not None and part is not None:
+                found[part][param] = param.grad
+        return found
+
+    def _update(
+        self, optimizer: Optimizer, gradients: _Gradients, settled: Mapping[Part, bool]
+    ) -> set[int]:
         params = parameters_of(optimizer)
         if not updates_each_alone(optimizer):
             self.residence.wait()
@@ -113,16 +159,11 @@ class HostUpdates(StepOwner):
                 step_without_hooks(optimizer)
             self._mark_state()
             return {id(param) for param in params}
-        gradients: defaultdict[Part, dict[nn.Parameter, Tensor]] = defaultdict(dict)
-        for param in params:
-            part = self.residence.part_of(param)
-            if param.grad is not None and part is not None:
-                gradients[part][param] = param.grad
         self._mark_state()  # of what micro-batches have allocated
         if self.residence.processes is not None:
             return self._update_share(optimizer, gradients)
         for part in self.residence.all_parts:
-            if part in gradients:
+            if part in gradients and not settled.get(part):
                 self.submit(part, gradients[part])
         return {id(param) for found in gradients.values() for param in found}
 
@@ -265,6 +306,27 @@ class HostUpdates(StepOwner):
         if plain:
             steps.append(functools.partial(plain_step, double, plain))
         return steps if self._tiles is None else [*steps, self._tiles.synchronize]
+
+
+class UpdatesHandle(Handle[Optimizer]):
+    """The handle of ``Offloading.update_in_background``."""
+
+    updates: HostUpdates
+    """What updates the parameters."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` with all parameters of the optimizer.
+
+        The values are the same. Gradients that need no clipping are not touched, so that updates
+        which have begun in backward stay.
+
+        Args:
+            max_norm: Bound on the norm of all gradients.
+
+        Returns:
+            The norm before clipping, a tensor without dimensions.
+        """
+        return self.updates.clip_grad_norm_(max_norm)
 
 
 def _is_fused(optimizer: Optimizer, param: nn.Parameter) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Residence:
         self.takers: list[Any] = []
         """What updates parameters as soon as their gradients are complete; each ``take`` says
         whether it has taken a gradient."""
+        self.when_complete: list[weakref.WeakMethod[Callable[[Part], None]]] = []
+        """What is called in backward with a part whose gradients have all come."""
         self.memory = memory
         some = [*params, *tables][0]
         self.device = some.device
@@ -159,16 +161,19 @@ class Residence:
         for part in self.parts:
             part.num_uses = 0
 
-    def finish(self) -> None:
+    def finish(self, besides: Container[Part] = ()) -> None:
+        """Let all parameters be on the host, and finish updates but those of some parts."""
         self.leave()
         self.copies.synchronize()  # the device may still read weights for what it computes late
         failed = []
         for part in self.all_parts:
+            if part in besides:
+                continue
             try:
                 part.wait()
             except Exception as error:
                 failed.append(error)
-        self._note_change()
+            part.note_change()
         if failed:
             raise failed[0]
 
@@ -285,6 +290,9 @@ class Residence:
             raise IncompatibleError("offloading", [self._used_on_host(param)])
         if not any(taker.take(param, part) for taker in self.takers):
             part.gradients.receive(param, self.copies)
+            for reference in self.when_complete:
+                if part is not self.rest and (call := reference()) is not None:
+                    call(part)
 
     def _note_gradients(self) -> None:
         grads = [part.params[0].grad for part in self.tables]
