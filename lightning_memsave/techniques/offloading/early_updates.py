@@ -1,6 +1,6 @@
 """Begin updates in backward as if no gradient were clipped, and take back those that were wrong."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_memsave.techniques.optimizer_step import updates_each_alone
 _ALIGNMENT_BYTES = 64
 
 
-class _EarlyUpdate:
+class EarlyUpdate:
     """An update that begins before its step, and all that it changes, as it was before."""
 
     def __init__(
@@ -76,8 +76,8 @@ class EarlyUpdates:
     def __init__(self, residence: Residence, number: int) -> None:
         self.number, self.is_paused = number, False
         self._residence = residence
-        self._rooms: list[Tensor] = []
-        self._begun: dict[Part, _EarlyUpdate] = {}
+        self._rooms: list[Tensor] | None = None  # those that are free
+        self._begun: dict[Part, EarlyUpdate] = {}
         self._last: Future[None] | None = None
         self._norms: dict[nn.Parameter, tuple[Tensor, int, Tensor]] = {}
         self._finding: list[Future[None]] = []
@@ -88,7 +88,8 @@ class EarlyUpdates:
 
         There it is in the order in which the next step needs it.
         """
-        self._begun.pop(part, None)  # of a pass without a step
+        if (without_step := self._begun.pop(part, None)) is not None:
+            self._free([without_step])
         is_waiting = self._last is not None and not (self._last.running() or self._last.done())
         return (
             len(self._begun) < self.number
@@ -98,14 +99,14 @@ class EarlyUpdates:
 
     def begin(
         self, optimizer: Optimizer, part: Part, gradients: Mapping[nn.Parameter, Tensor]
-    ) -> _EarlyUpdate:
+    ) -> EarlyUpdate:
         """Prepare the update of a part; its state is there."""
         changed = [tensor for param in gradients for tensor in part.halves_of(param)]
         for param in gradients:
             changed += [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
         num_bytes = sum(aligned(tensor.nbytes, _ALIGNMENT_BYTES) for tensor in changed)
-        room = self._room(len(self._begun), num_bytes)
-        early = self._begun[part] = _EarlyUpdate(optimizer, gradients, changed, room)
+        room = self._room(num_bytes)
+        early = self._begun[part] = EarlyUpdate(optimizer, gradients, changed, room)
         return early
 
     def note(self, update: "Future[None]") -> None:
@@ -113,14 +114,21 @@ class EarlyUpdates:
         self._last = update
 
     # All at once, so that what the host needs does not depend on how fast it is.
-    def _room(self, index: int, num_bytes: int) -> Tensor:
+    def _room(self, num_bytes: int) -> Tensor:
         form = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-        while len(self._rooms) < self.number:
-            self._rooms += self._residence.memory.tensors_like([form])
-        if self._rooms[index].nbytes < num_bytes:
-            self._rooms[index] = torch.empty(0, device="cpu")  # freed before there is more
-            self._rooms[index] = self._residence.memory.tensors_like([form])[0]
-        return self._rooms[index]
+        make = self._residence.memory.tensors_like
+        if self._rooms is None:
+            self._rooms = [make([form])[0] for _ in range(self.number)]
+        room = self._rooms.pop()
+        if room.nbytes < num_bytes:
+            del room  # freed before there is more
+            room = make([form])[0]
+        return room
+
+    # The host's thread reads a room for the last time before it writes it for the next update.
+    def _free(self, updates: Iterable[EarlyUpdate]) -> None:
+        assert self._rooms is not None, "they were made for the first update"
+        self._rooms += [early.room for early in updates]
 
     def settle(
         self, optimizer: Optimizer, gradients: Mapping[Part, Mapping[nn.Parameter, Tensor]]
@@ -131,6 +139,8 @@ class EarlyUpdates:
             By part whose update has begun whether it stands; others are taken back before the next.
         """
         begun, self._begun = self._begun, {}
+        if begun:
+            self._free(begun.values())
         self._norms, self._finding = {}, []
         found = {}
         for part, early in begun.items():

@@ -102,7 +102,8 @@ class HostUpdates(StepOwner):
 
     def _begin_early(self, part: Part) -> None:
         optimizer, gradients = self._optimizer(), part.gradients.complete()
-        if optimizer is None or not gradients or part.num_uses > 1:
+        # What has more than one gradient in a step, or none yet, is updated by the step.
+        if optimizer is None or not gradients or part.num_uses > 1 or part.is_early:
             return
         if all(owns(optimizer, param) for param in gradients):
             self.early.find_norms(gradients, self.residence.copies.landing())
