@@ -118,14 +118,14 @@ class _SimulatedCopies(Copies):
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, machine: _Machine) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, machine: _Machine) -> Tensor:
         machine.compute(machine.forward_s)
         ctx.machine, ctx.form = machine, weight.shape
         ctx.save_for_backward(x)  # otherwise nothing would be recomputed
         return x + weight[:1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         _ = ctx.saved_tensors
         ctx.machine.compute(2 * ctx.machine.forward_s)
         return grad, torch.full(ctx.form, 1e-6), None
@@ -137,7 +137,7 @@ class _Block(nn.Module):
         self.weight, self.machine = nn.Parameter(torch.zeros(_NUMEL)), machine
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Compute.apply(x, self.weight, self.machine)
+        found: Tensor = _Compute.apply(x, self.weight, self.machine)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -173,9 +173,7 @@ def hide(
         num_steps: Steps that are timed, after two that are not.
     """
     per_parameter_s = forward_s * FLOP / (2 * tokens)  # the parameters of a block, by the device
-    machine = _Machine(
-        forward_s, per_parameter_s * _BITS / BUS_BYTES, per_parameter_s / host_bytes
-    )
+    machine = _Machine(forward_s, per_parameter_s * _BITS / BUS_BYTES, per_parameter_s / host_bytes)
     model = nn.Sequential(*[_Block(machine) for _ in range(num_blocks)])
     ActivationCheckpointing(blocks=_Block).apply(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -233,7 +233,7 @@ class TestCost:
         block = [*made.model.get_submodule("blocks")[0].parameters()]
         sizes = [aligned(p.nbytes, 64) for p in block]
         room = sum(3 * size + 64 for size in sizes)  # and counts of steps
-        num = {"50%": 2}.get(number, number)  # type: ignore[arg-type] # others are numbers
+        num = {"50%": 2}.get(number, number)
         peaks = []
         for each in (made, plain):
             with LiveTensors(each.model, [each.optimizer]) as counter:

@@ -267,5 +267,7 @@ def clip_grad_by_norm(self: Any, optimizer: Optimizer, clip_val: float) -> None:
         updates.clip_grad_norm_(clip_val)
 
 
-def _around_backward(updates: Sequence[EarlyUpdates], is_last: bool) -> AbstractContextManager[None]:
+def _around_backward(
+    updates: Sequence[EarlyUpdates], is_last: bool
+) -> AbstractContextManager[None]:
     return with_attribute(updates, "is_paused", not is_last)

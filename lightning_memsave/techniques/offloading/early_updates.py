@@ -187,7 +187,8 @@ class EarlyUpdates:
         grads = [grad for _, grad in pairs]
         are_on_host = all(g.device.type == "cpu" and g.layout == torch.strided for g in grads)
         if not (self._norms and are_on_host and len({grad.dtype for grad in grads}) == 1):
-            return torch.nn.utils.get_total_norm(grads)
+            total: Tensor = torch.nn.utils.get_total_norm(grads)
+            return total
         norms = []
         for param, grad in pairs:
             found, version, norm = self._norms.get(param, (None, 0, grad))

@@ -213,20 +213,20 @@ class HostUpdates(StepOwner):
 
     # Before the update runs, as it may be in the middle of a step that memory ends.
     def _allocate(self, optimizer: Optimizer, part: Part, params: Iterable[nn.Parameter]) -> None:
-        stateless = {id(param): param for param in params if not optimizer.state.get(param)}
+        stateless = {param: param for param in params if not optimizer.state.get(param)}
         if stateless:
             needs_type = not is_low_bit(optimizer)
-            with part.on_host(stateless.values(), needs_type=needs_type):
+            with part.on_host(stateless, needs_type=needs_type):
                 allocate_state(_double(optimizer, stateless, optimizer.state))
-            self._mark_state()
+            for param in stateless:
+                _mark(optimizer.state[param])
 
     def _make_tiles(self, optimizer: Optimizer, needed: Iterable[nn.Parameter]) -> None:
         own = [param for param in needed if self._is_for_device(optimizer, param)]
-        if self._tiles is not None and all(map(self._tiles.has_room_for, own)):
+        if not own or (self._tiles is not None and all(map(self._tiles.has_room_for, own))):
             return
         params = [p for p in parameters_of(optimizer) if self._is_for_device(optimizer, p)]
-        if params:
-            self._tiles = DeviceTiles(optimizer, params, self.residence.device)
+        self._tiles = DeviceTiles(optimizer, params, self.residence.device)
 
     def _is_for_device(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
         part = self.residence.part_of(param)
@@ -246,10 +246,10 @@ class HostUpdates(StepOwner):
         gradients: Mapping[nn.Parameter, Tensor],
         clip: Clip | None,
     ) -> Callable[[], None]:
-        stand_ins: dict[int, nn.Parameter] = {}
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for param, grad in gradients.items():
-            stand_in = stand_ins[id(param)] = nn.Parameter(part.updated_memory_of(param))
+            stand_in = stand_ins[param] = nn.Parameter(part.updated_memory_of(param))
             stand_in.grad_dtype = grad.dtype
             stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
@@ -257,8 +257,7 @@ class HostUpdates(StepOwner):
         if any(map(self._is_on_cuda, gradients)):
             for group in double.param_groups:
                 choose_fused(double, group)
-        pairs = [(param, stand_ins[id(param)]) for param in gradients]
-        steps = self._steps_of(optimizer, double, part, pairs)
+        steps = self._steps_of(optimizer, double, part, [*stand_ins.items()])
 
         def update() -> None:
             is_converted = part.is_converted
@@ -370,17 +369,21 @@ def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
 
 
 def _double(
-    optimizer: Optimizer, params: Mapping[int, nn.Parameter], state: MutableMapping[Tensor, Any]
+    optimizer: Optimizer,
+    params: Mapping[nn.Parameter, nn.Parameter],
+    state: MutableMapping[Tensor, Any],
 ) -> Optimizer:
-    """Make an optimizer of the same settings for other parameters, by the ids of its own."""
-    groups = [
-        {
+    """Make an optimizer of the same settings for other parameters, by its own."""
+    groups: dict[int, dict[str, Any]] = {
+        id(group): {
             **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
-            "params": [params[id(p)] for p in group["params"] if id(p) in params],
+            "params": [],
         }
         for group in optimizer.param_groups
-    ]
-    return double_of(optimizer, groups, state)
+    }
+    for param, other in params.items():
+        groups[id(group_of(optimizer, param))]["params"].append(other)
+    return double_of(optimizer, [*groups.values()], state)
 
 
 def _step_in_float32(

@@ -54,7 +54,7 @@ class Residence:
         self.takers: list[Any] = []
         """What updates parameters as soon as their gradients are complete; each ``take`` says
         whether it has taken a gradient."""
-        self.when_complete: list[weakref.WeakMethod[Callable[[Part], None]]] = []
+        self.when_complete: list[weakref.WeakMethod[Any]] = []
         """What is called in backward with a part whose gradients have all come."""
         self.memory = memory
         some = [*params, *tables][0]
@@ -77,6 +77,7 @@ class Residence:
         self._part_of = {id(param): part for part in self.all_parts for param in part.params}
         self._watched: dict[int, Callable[[], None]] = {}
         self._came: list[Part] = []
+        self._entered: list[Part] = []  # that are on the device, and some that were
         self._following: list[Part] = []  # that were sent ahead
         self._left: list[Part] = []  # in backward, while the graph may still have held weights
         self._depth = 0
@@ -153,7 +154,7 @@ class Residence:
             if self.is_watched:
                 self.copies.synchronize()
                 self._note_change()
-        self._came, self._depth, self._has_graph = [], 0, False
+        self._came, self._entered, self._depth, self._has_graph = [], [], 0, False
 
     def end_pass(self) -> None:
         """Let all parameters be on the host, as no graph needs them any more."""
@@ -325,6 +326,7 @@ class Residence:
             self._has_graph = True
         if not part.is_on_device:
             part.enter(self.copies, self.device)
+            self._entered.append(part)
         if torch.is_grad_enabled() or _is_in_backward():
             part.watch_gradients()
         start = self.parts.index(part)
@@ -370,10 +372,12 @@ class Residence:
     def _enter_in_backward(self, part: Part) -> None:
         if self._is_released:  # the graph is older
             return
-        for other in self.parts:
-            if other not in (part, self.rest) and other.is_on_device:
+        stay = (part, self.rest)
+        for other in self._entered:
+            if other not in stay and other.is_on_device:
                 other.leave()
                 self._left.append(other)
+        self._entered = [each for each in stay if each.is_on_device]
         self._enter(part, -1)
         self._queue_end()
 

@@ -113,10 +113,10 @@ class Offloading(Technique[nn.Module]):
             there and none on the host, and saves an update on the host, two copies of the weight
             per step and one of the gradient. ``"auto"``, in a fit or a prediction: as many as are
             predicted to fit, and no offloading if all do.
-        early_updates: Of how many blocks the update may begin in backward, as if the step clipped no
-            gradient: a number, or a share such as ``"100%"``. The host keeps what those updates
-            change, 12 bytes per parameter with AdamW, and puts it back where gradients, settings or
-            the step turn out to be others. Clip with ``clip_grad_norm_`` of the handle of
+        early_updates: Of how many blocks the update may begin in backward, as if the step did not
+            clip: a number, or a share such as ``"100%"``. The host keeps what those updates change,
+            12 bytes per parameter with AdamW, and puts it back where gradients or settings turn out
+            to be others. Clip with ``clip_grad_norm_`` of the handle of
             `update_in_background`, as a Trainer does by itself: torch's own changes gradients also
             where their norm is small.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
@@ -203,7 +203,7 @@ class Offloading(Technique[nn.Module]):
             fix = 'Use `Offloading("parameters", ...)`, or leave it out.'
             problems.append(Problem(f"`resident={self.resident!r}`", why, fix))
         if not is_number_of_blocks(self.early_updates):
-            what, fix = f"`early_updates={self.early_updates!r}`", 'Use a number such as 4, or "60%".'
+            what, fix = f"`early_updates={self.early_updates!r}`", 'Use 4, or "60%".'
             problems.append(Problem(what, "it is neither a number of blocks nor a share", fix))
         try:
             host_budget_bytes(self.host_budget)
