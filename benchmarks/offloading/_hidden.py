@@ -160,7 +160,7 @@ def hide(
     early: int | str,
     num_blocks: int = 12,
     forward_s: float = 0.015,
-    num_steps: int = 5,
+    num_steps: int = 3,
 ) -> Hidden:
     """Train with offloaded parameters and clipping on a simulated machine.
 

@@ -202,6 +202,8 @@ class OffloadSetting(ModuleSetting):
             details.append(f"no update begins in backward: {why}")
         elif self.technique.early_updates:
             details.append(f"updates of {updates[0].number} blocks may begin in backward")
+            for each in updates:
+                each.is_alone = True
             around = functools.partial(_around_backward, updates)
             plugin = trainer.strategy.precision_plugin
             self._undo += [

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave.core.memory import host_copies, is_fake
 from lightning_memsave.techniques.flat_memory import aligned, tensor_in
@@ -75,13 +76,15 @@ class EarlyUpdates:
 
     def __init__(self, residence: Residence, number: int) -> None:
         self.number, self.is_paused = number, False
+        self.is_alone = False
+        """Whether nothing but `clip` may change gradients between backward and step."""
         self._residence = residence
         self._rooms: list[Tensor] | None = None  # those that are free
         self._begun: dict[Part, EarlyUpdate] = {}
         self._last: Future[None] | None = None
         self._norms: dict[nn.Parameter, tuple[Tensor, int, Tensor]] = {}
         self._finding: list[Future[None]] = []
-        self._has_clipped = False
+        self._is_used = self._has_clipped = False  # ever, and in this step
 
     def may_begin(self, optimizer: Optimizer, part: Part) -> bool:
         """Return whether the host has time and room: what waits is better updated after backward.
@@ -142,11 +145,14 @@ class EarlyUpdates:
         if begun:
             self._free(begun.values())
         self._norms, self._finding = {}, []
+        # Under a mode torch changes several tensors at once without a new version of each.
+        is_known = self.is_alone or not _get_current_dispatch_mode_stack()
+        may_stand, self._has_clipped = is_known and not self._has_clipped, False
         found = {}
         for part, early in begun.items():
             part.cancel_updates()
             if part in gradients and part.is_early:
-                found[part] = early.is_of(optimizer, gradients[part])
+                found[part] = may_stand and early.is_of(optimizer, gradients[part])
                 if found[part]:
                     part.confirm()
         return found
@@ -155,7 +161,7 @@ class EarlyUpdates:
         self, gradients: Mapping[nn.Parameter, Tensor], landing: Callable[[], None]
     ) -> None:
         """Let the host find norms of gradients beside backward, from the second clipping on."""
-        if not self._has_clipped or self.is_paused:
+        if not self._is_used or self.is_paused:
             return
 
         def find() -> None:
@@ -167,7 +173,7 @@ class EarlyUpdates:
 
     def clip(self, params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip as torch does, but leave gradients alone whose norm is not above the bound."""
-        self._has_clipped = True
+        self._is_used = True
         finding, self._finding = self._finding, []
         for each in finding:
             if not each.cancel():
@@ -179,6 +185,7 @@ class EarlyUpdates:
         torch.nn.utils.clip_grads_with_norm_([one], max_norm, total)
         # A prediction does not know the norm, and most steps are not clipped.
         if params and not is_fake(total) and float(one.grad) != 1.0:
+            self._has_clipped = True
             torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
         return total
 
