@@ -1,4 +1,4 @@
-"""Measure updates that begin in backward: what they hide, whether they are exact, and what they cost.
+"""Measure updates that begin in backward: what they hide, what they cost, whether they are exact.
 
 The machine is simulated: device, bus and host are clocks. Bits and kills are of real trainings.
 """
@@ -177,12 +177,12 @@ def make_text(results: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            "Simulated: 24 blocks on an RTX 4090 (60 % of 165 TFLOP/s, 24 GB/s each way), recomputed "
-            'and clipped by norm, `offload="parameters"`. By tokens in a step (and over those whose '
-            "computation takes as long as copies of weights), the share of the host's work beside "
-            "computation and the time of a step over that of its computation, with updates of no, "
-            "half of the or all blocks beginning in backward. An update is 30 bytes per parameter, "
-            "its old values are 24, a norm 4:",
+            "Simulated: 24 blocks on an RTX 4090 (60 % of 165 TFLOP/s, 24 GB/s each way), all "
+            'recomputed, clipped by norm, `offload="parameters"`. By tokens in a step (and over '
+            "those whose computation takes as long as copies of weights) the share of the host's "
+            "work beside computation, and the time of a step over that of its computation, where "
+            "updates of so many blocks may begin in backward. An update reads and writes 30 bytes "
+            "per parameter, keeping its old values 24, a norm 4:",
             markdown_table(
                 [
                     "tokens",
@@ -196,8 +196,8 @@ def make_text(results: dict[str, Any]) -> str:
             "values of losses, norms, weights and state differ from training without offloading; "
             f"{bits['stood']} early updates stood and {bits['taken back']} were taken back or had "
             "not begun.",
-            f"Of {sum(kills.values())} fits that were killed when an update was taken back, before or "
-            f"after, and resumed: {', '.join(f'{n} {what}' for what, n in kills.items())}.",
+            f"Of {sum(kills.values())} fits that were killed when an update was taken back, before "
+            f"or after, and resumed: {', '.join(f'{n} {what}' for what, n in kills.items())}.",
             "Time of the main thread's processor for a tiny block in a step, less that without "
             "offloading, in microseconds:",
             markdown_table(

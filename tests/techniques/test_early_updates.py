@@ -127,6 +127,14 @@ class TestBitwise:
             assert torch.equal(one.isnan(), other.isnan()), name
             assert torch.equal(one.nan_to_num(), other.nan_to_num()), name
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("rounding", [None, "master", "split"])
+    def test_on_a_gpu(self, rounding):
+        """As where all updates begin with the step: a GPU rounds them in another way."""
+        how: dict[str, Any] = {"rounding": rounding, "what": "parameters", "device": "cuda"}
+        ours, theirs = Offloaded(early_updates="100%", **how), Offloaded(**how)
+        assert_same_training(ours, theirs, [1.0, 1e3, 1.0, 1e3, 1.0])
+
     def test_an_optimizer_that_nobody_knows_has_none(self, settled):
         how: dict[str, Any] = {"optimizer": "unknown"}
         assert_same_training(early(**how), Offloaded(what=None, **how), [1.0, 1e3])

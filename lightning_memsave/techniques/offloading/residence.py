@@ -67,8 +67,9 @@ class Residence:
         self._num_ahead = 1 if num_on_device is None else num_on_device - 1
         self.parts = [self.rest]
         for block in blocks:
-            inside = [param for param in params if owners[param] is block]
-            self.parts.append(make(inside, is_streamed=is_streamed))
+            self.parts.append(
+                make([p for p in params if owners[p] is block], is_streamed=is_streamed)
+            )
         """In the order in which a step needs them."""
         self.tables = [self._part_of_table(table) for table in tables]
         """Of embeddings, which stay on the host."""
