@@ -133,6 +133,7 @@ class TestBitwise:
         """As where all updates begin with the step: a GPU rounds them in another way."""
         how: dict[str, Any] = {"rounding": rounding, "what": "parameters", "device": "cuda"}
         ours, theirs = Offloaded(early_updates="100%", **how), Offloaded(**how)
+        ours.updates.updates.early.is_alone = True  # also under a mode that looks for races
         assert_same_training(ours, theirs, [1.0, 1e3, 1.0, 1e3, 1.0])
 
     def test_an_optimizer_that_nobody_knows_has_none(self, settled):

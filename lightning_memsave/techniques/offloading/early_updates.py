@@ -136,10 +136,9 @@ class EarlyUpdates:
     def settle(
         self, optimizer: Optimizer, gradients: Mapping[Part, Mapping[nn.Parameter, Tensor]]
     ) -> dict[Part, bool]:
-        """Let updates stand that are those of this step.
+        """Let updates stand that are those of this step; say by part whose has begun whether it does.
 
-        Returns:
-            By part whose update has begun whether it stands; others are taken back before the next.
+        Others are taken back before the next one.
         """
         begun, self._begun = self._begun, {}
         if begun:
@@ -201,7 +200,8 @@ class EarlyUpdates:
             found, version, norm = self._norms.get(param, (None, 0, grad))
             is_known = found is grad and version == grad._version
             norms.append(norm if is_known else torch.linalg.vector_norm(grad))
-        return torch.linalg.vector_norm(torch.stack(norms))
+        of_all: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return of_all
 
 
 def why_none(optimizer: Optimizer) -> str:

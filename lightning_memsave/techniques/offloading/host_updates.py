@@ -315,16 +315,10 @@ class UpdatesHandle(Handle[Optimizer]):
     """What updates the parameters."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip as ``torch.nn.utils.clip_grad_norm_`` with all parameters of the optimizer.
+        """Clip all gradients of the optimizer as torch's function does, and return their norm.
 
-        The values are the same. Gradients that need no clipping are not touched, so that updates
-        which have begun in backward stay.
-
-        Args:
-            max_norm: Bound on the norm of all gradients.
-
-        Returns:
-            The norm before clipping, a tensor without dimensions.
+        Gradients that need no clipping are not touched, so that updates which have begun in
+        backward stay.
         """
         return self.updates.clip_grad_norm_(max_norm)
 
