@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ def step(made: Offloaded, number: int, factor: float = 1.0) -> list[Tensor]:
     loss = factor * made.whole(make_batch(number))
     loss.backward()
     if hasattr(made, "updates"):
+        if number % 10 in (3, 4):  # in other steps of a thread, what has begun depends on its speed
+            wait([update for part in made.residence.parts for update in part._updates])
         norm = made.updates.clip_grad_norm_(10.0)
     else:
         norm = nn.utils.clip_grad_norm_(parameters_of(made.optimizer), 10.0)
@@ -87,8 +90,8 @@ class TestBitwise:
         factors = [1e3 if number % 10 == 3 else 1.0 for number in range(40)]
         assert_same_training(made, Offloaded(what=None), factors)
         assert [settled.stood[number] for number in (3, 13, 23, 33)] == [0] * 4
-        assert sum(settled.stood) > 0
-        assert settled.num_taken_back > 0
+        assert all(settled.stood[number] > 0 for number in (4, 14, 24, 34))
+        assert settled.num_taken_back >= 4
 
     @pytest.mark.parametrize("what", ["parameters", "optimizer"])
     @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW", "momentum", "two groups"])
@@ -152,6 +155,14 @@ def _scale_rate(made: Offloaded) -> None:
     made.optimizer.param_groups[0]["lr"] *= 0.5
 
 
+def _scale_rate_in_place(made: Offloaded) -> None:
+    group = made.optimizer.param_groups[0]
+    if not isinstance(group["lr"], Tensor):
+        group["lr"] = torch.tensor(group["lr"])
+    else:
+        group["lr"].mul_(0.5)
+
+
 def _drop_gradients(made: Offloaded) -> None:
     for param in made.model.get_submodule("blocks")[2].parameters():
         param.grad = None
@@ -164,7 +175,8 @@ def _save_and_load(made: Offloaded) -> None:
 
 class TestBetweenBackwardAndStep:
     @pytest.mark.parametrize(
-        "change", [_scale_gradients, _scale_rate, _drop_gradients, _save_and_load]
+        "change",
+        [_scale_gradients, _scale_rate, _scale_rate_in_place, _drop_gradients, _save_and_load],
     )
     def test_what_is_changed_counts(self, change: Callable[[Offloaded], None], settled):
         runs = [early(), Offloaded(what=None)]
@@ -330,3 +342,9 @@ def test_more_host_memory_than_there_is_is_refused():
     Offloaded("dropout", "parameters", host_budget=needed)
     with pytest.raises(IncompatibleError, match="host_budget"):
         Offloading("parameters", host_budget=needed, early_updates=1).apply(model)
+
+
+@pytest.mark.parametrize("what", ["activations", "embeddings"])
+def test_without_weights_of_blocks_on_the_host_it_is_refused(what):
+    with pytest.raises(ConfigurationError, match="no weight of blocks is updated"):
+        Offloading(what, early_updates=1)

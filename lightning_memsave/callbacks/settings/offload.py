@@ -200,7 +200,7 @@ class OffloadSetting(ModuleSetting):
         )
         if why:
             details.append(f"no update begins in backward: {why}")
-        elif self.technique.early_updates:
+        elif self.technique.early_updates and updates:
             details.append(f"updates of {updates[0].number} blocks may begin in backward")
             for each in updates:
                 each.is_alone = True

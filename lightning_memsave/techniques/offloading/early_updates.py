@@ -30,6 +30,7 @@ class EarlyUpdate:
         room: Tensor,
     ) -> None:
         self._gradients, self._settings = gradients, _settings_of(optimizer)
+        self._groups = [dict(group) for group in optimizer.param_groups]  # to keep what they have
         self._states = [optimizer.state[param] for param in gradients]
         self._changed, self.room = changed, room
         self._before: list[dict[str, Any]] = []
@@ -136,7 +137,7 @@ class EarlyUpdates:
     def settle(
         self, optimizer: Optimizer, gradients: Mapping[Part, Mapping[nn.Parameter, Tensor]]
     ) -> dict[Part, bool]:
-        """Let updates stand that are those of this step; say by part whose has begun whether it does.
+        """Let updates stand that are those of this step; say so by part whose update has begun.
 
         Others are taken back before the next one.
         """
@@ -211,9 +212,14 @@ def why_none(optimizer: Optimizer) -> str:
     return "the device updates 8-bit state" if is_updated_in_tiles(optimizer) else ""
 
 
+# Tensors, such as a learning rate, by identity and version: predictions know no values.
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        {
+            k: (id(v), v._version) if isinstance(v, Tensor) else v
+            for k, v in group.items()
+            if k != "params"
+        }
         for group in optimizer.param_groups
     ]
 

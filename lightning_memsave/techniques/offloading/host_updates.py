@@ -68,7 +68,7 @@ class HostUpdates(StepOwner):
             optimizer.register_load_state_dict_post_hook(self._mark_state),
         ]
         undo = [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
-        if self.early.number:
+        if self.early.number and self.residence.processes is None:
             begin = weakref.WeakMethod(self._begin_early)
             self.residence.when_complete.append(begin)
             undo.append(lambda: self.residence.when_complete.remove(begin))

@@ -249,8 +249,9 @@ class Part:
         try:
             wait_for(self._updates)
         finally:
-            if not self._updates and (take_back := self.confirm()) is not None:  # none runs
-                take_back()
+            if self._take_back is not None and not self._updates:  # none runs
+                self._take_back()
+                self.confirm()
                 self.note_change()
         if self._processes is not None:
             self._processes.wait(self)

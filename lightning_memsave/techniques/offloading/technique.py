@@ -205,6 +205,9 @@ class Offloading(Technique[nn.Module]):
         if not is_number_of_blocks(self.early_updates):
             what, fix = f"`early_updates={self.early_updates!r}`", 'Use 4, or "60%".'
             problems.append(Problem(what, "it is neither a number of blocks nor a share", fix))
+        elif self.early_updates != 0 and not self._kinds & _OF_WEIGHTS:
+            what, why = f"`early_updates={self.early_updates!r}`", "no weight of blocks is updated"
+            problems.append(Problem(what, why, 'Use `Offloading("parameters", ...)`.'))
         try:
             host_budget_bytes(self.host_budget)
         except ValueError:
