@@ -159,8 +159,8 @@ def hide(
     host_bytes: float,
     early: int | str,
     num_blocks: int = 12,
-    forward_s: float = 0.015,
-    num_steps: int = 3,
+    forward_s: float = 0.03,
+    num_steps: int = 2,
 ) -> Hidden:
     """Train with offloaded parameters and clipping on a simulated machine.
 
@@ -169,7 +169,7 @@ def hide(
         host_bytes: That the host reads and writes in a second.
         early: Of how many blocks updates may begin in backward; 0 with torch's clipping.
         num_blocks: Of the model, which has nothing else.
-        forward_s: Of a block; all else follows.
+        forward_s: Of a block, long beside what Python needs; all else follows.
         num_steps: Steps that are timed, after two that are not.
     """
     per_parameter_s = forward_s * FLOP / (2 * tokens)  # the parameters of a block, by the device

@@ -28,8 +28,8 @@ from lightning_memsave.techniques.offloading.early_updates import EarlyUpdate, E
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 
 PRESET = "offload parameters, early updates"
-_EARLY = (0, "50%", "100%")
-_HOSTS = {80e9: "desktop, 80 GB/s", 150e9: "150 GB/s", 300e9: "server, 300 GB/s"}
+_EARLY = (0, "100%")
+_HOSTS = {80e9: "desktop, 80 GB/s", 300e9: "server, 300 GB/s"}
 _CLIP = 10.0
 
 
@@ -169,7 +169,7 @@ def make_text(results: dict[str, Any]) -> str:
         ]
         for one in results["hidden"]
     ]
-    names = [f"{early} blocks" if not early else f"{early}" for early in _EARLY]
+    names = ["no block" if early == 0 else f"{early}" for early in _EARLY]
     bits, kills = results["bits"], results["kills"]
     overhead = [
         [number, *(f"{1e6 * found[kind]:.0f}" for kind in ("parameters", "optimizer", "early"))]
