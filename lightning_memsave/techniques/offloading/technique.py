@@ -116,9 +116,9 @@ class Offloading(Technique[nn.Module]):
         early_updates: Of how many blocks the update may begin in backward, as if the step did not
             clip: a number, or a share such as ``"100%"``. The host keeps what those updates change,
             12 bytes per parameter with AdamW, and puts it back where gradients or settings turn out
-            to be others. Clip with ``clip_grad_norm_`` of the handle of
-            `update_in_background`, as a Trainer does by itself: torch's own changes gradients also
-            where their norm is small.
+            to be others; a change through ``.data`` is not seen. Clip with ``clip_grad_norm_`` of
+            the handle of `update_in_background`, as a Trainer does by itself: torch's own changes
+            gradients also where their norm is small.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
