@@ -1,5 +1,6 @@
 """Begin updates in backward as if no gradient were clipped, and take back those that were wrong."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_step import updates_each_alone
 
 _ALIGNMENT_BYTES = 64
+_WAIT_S = 1e-3  # from when on the host has waited for gradients
 
 
 class EarlyUpdate:
@@ -86,6 +88,7 @@ class EarlyUpdates:
         self._norms: dict[nn.Parameter, tuple[Tensor, int, Tensor]] = {}
         self._finding: list[Future[None]] = []
         self._is_used = self._has_clipped = False  # ever, and in this step
+        self._is_behind = True  # the host, which finds gradients there when it comes to them
 
     def may_begin(self, optimizer: Optimizer, part: Part) -> bool:
         """Return whether the host has time and room: what waits is better updated after backward.
@@ -97,7 +100,8 @@ class EarlyUpdates:
         is_waiting = self._last is not None and not (self._last.running() or self._last.done())
         return (
             len(self._begun) < self.number
-            and not (is_waiting or self.is_paused)
+            and not (is_waiting and self._is_behind)
+            and not self.is_paused
             and not why_none(optimizer)
         )
 
@@ -112,6 +116,13 @@ class EarlyUpdates:
         room = self._room(num_bytes)
         early = self._begun[part] = EarlyUpdate(optimizer, gradients, changed, room)
         return early
+
+    # Who launches the backward pass is ahead of the device: that updates wait says nothing.
+    def land(self, landing: Callable[[], None]) -> None:
+        """Wait in the host's thread, and note whether what it waits for was there already."""
+        start_s = time.monotonic()
+        landing()
+        self._is_behind = time.monotonic() - start_s < _WAIT_S
 
     def note(self, update: "Future[None]") -> None:
         """Note the last one, after which the host has nothing to do."""
@@ -157,15 +168,20 @@ class EarlyUpdates:
                     part.confirm()
         return found
 
+    @property
+    def finds_norms(self) -> bool:
+        """Whether norms are found in backward: from the second clipping on."""
+        return self._is_used and not self.is_paused
+
     def find_norms(
         self, gradients: Mapping[nn.Parameter, Tensor], landing: Callable[[], None]
     ) -> None:
-        """Let the host find norms of gradients beside backward, from the second clipping on."""
-        if not self._is_used or self.is_paused:
+        """Let the host find norms of gradients beside backward."""
+        if not self.finds_norms:
             return
 
         def find() -> None:
-            landing()
+            self.land(landing)
             for param, grad in gradients.items():
                 self._norms[param] = grad, grad._version, torch.linalg.vector_norm(grad)
 

@@ -130,7 +130,10 @@ class HostUpdates(StepOwner):
         update = self._update_of(optimizer, part, gradients, clip)
 
         def update_when_landed() -> None:
-            landing()
+            if early is None or self.early.finds_norms:  # which has landed them
+                landing()
+            else:
+                self.early.land(landing)
             if before is not None:
                 before()
             update()
