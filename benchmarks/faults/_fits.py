@@ -40,6 +40,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "in backward": {**_ALONE, "optimizer_in_backward": True},
     "offload optimizer": {**_ALONE, "offload": "optimizer"},
     "offload parameters": {**_ALONE, "offload": "parameters"},
+    "offload parameters, early updates": {
+        **_ALONE,
+        "offload": Offloading("parameters", early_updates="100%"),
+    },
     "offload parameters, checkpointed, in backward": {
         **_ALONE,
         "activation_checkpointing": "all",

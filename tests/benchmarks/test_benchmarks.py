@@ -16,6 +16,7 @@ from benchmarks.faults.__main__ import main as attack
 from benchmarks.faults._attack import IN_CHECKPOINT, PHASES, Injections, kill_and_resume
 from benchmarks.faults._environment import FAULTS
 from benchmarks.faults._fits import Case
+from benchmarks.offloading.early_updates import main as update_early
 from benchmarks.overhead.__main__ import main as time_overhead
 from benchmarks.plan.__main__ import DRY, rank_correlation
 from benchmarks.plan.__main__ import main as compare_times
@@ -37,6 +38,15 @@ def test_overhead_runs_dry(tmp_path):
     assert (own["num_modules"], own["num_pairs"]) == (20, 6)
     assert own["quartiles_s"][0] <= own["added_s"] <= own["quartiles_s"][1]
     assert "What a bare callback adds to a step" in (tmp_path / "overhead_cpu.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_early_updates_run_dry(tmp_path):
+    update_early(["--dry-run", "--results", str(tmp_path)])
+    found = json.loads((tmp_path / "early_updates_cpu.json").read_text())
+    assert (found["bits"]["clipped"], found["bits"]["different"]) == (2, 0)
+    assert found["kills"] == {"right": 1}
 
 
 @pytest.mark.slow

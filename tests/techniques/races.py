@@ -336,6 +336,8 @@ class Races(TorchDispatchMode):
 
 # Whoever waits may be in autocast, or in inference mode.
 def _work_as_in_a_thread(work: Callable[[], None], done: _Done) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
     autocast = torch.autocast("cpu", enabled=False)
     with torch.inference_mode(mode=False), torch.no_grad(), autocast, host_copies():
         try:

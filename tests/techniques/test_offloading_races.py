@@ -31,6 +31,12 @@ ON_HOST: dict[str, Any] = {
     "in bfloat16": {"rounding": "master"},
     "halves, in backward": {"rounding": "split", "in_backward": True},
     "blocks": {"what": "parameters"},
+    "blocks, early": {"what": "parameters", "early_updates": "100%"},
+    "blocks in bfloat16, early": {
+        "what": "parameters",
+        "rounding": "master",
+        "early_updates": "100%",
+    },
     "blocks, in backward": {"what": "parameters", "in_backward": True},
     "blocks in bfloat16": {"what": "parameters", "rounding": "master"},
     "everything": {"what": "parameters+activations"},

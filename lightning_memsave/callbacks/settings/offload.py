@@ -1,22 +1,29 @@
 """`offload` and `host_budget` of `MemSaveCallback`."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_fake, is_host
+from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique, settings_of
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates, why_none
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
     host_bytes_for_a_while,
     host_bytes_per_parameter,
 )
+from lightning_memsave.techniques.offloading.host_updates import host_updates_of
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
     OffloadingHandle,
@@ -27,13 +34,16 @@ from lightning_memsave.trainer.distributed import (
     has_custom_gradient_sync,
     share_model,
 )
+from lightning_memsave.trainer.facts import clipping_of
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
+from lightning_memsave.trainer.precision import gradient_scaler
 from lightning_memsave.trainer.trainer import (
     averages_weights,
     builds_model_late,
     is_strategy,
     unfreezes_later,
 )
+from lightning_memsave.trainer.training_loop import around_backward
 
 # They run between a step and the next forward pass, where they may read or change weights.
 _BETWEEN_STEPS = (
@@ -43,6 +53,14 @@ _BETWEEN_STEPS = (
     "lr_scheduler_step",
     "on_train_batch_end",
     "on_train_batch_start",
+)
+# They run between backward and a step, where they may change what updates were begun with.
+_BEFORE_STEPS = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
 )
 
 
@@ -167,16 +185,47 @@ class OffloadSetting(ModuleSetting):
             details.append(f"embeddings are weights as all others: {self._why_no_tables}")
         # With tables alone on the host, others may train what is on the device.
         trained = [o for o in trainer.optimizers if trains_offloaded(o)]
+        updates = []
+        why = self._why_not_early(trainer, pl_module, trained)
+        technique = dataclasses.replace(self.technique, early_updates=0) if why else self.technique
         for optimizer in trained or trainer.optimizers:
-            handle = self.technique.update_in_background(optimizer)
+            handle = technique.update_in_background(optimizer)
             self._undo.append(handle.undo)
+            updates.append(handle.updates.early)
         names = ", ".join(f"`{name}`" for name in watchers)
         details.append(
             f"updates end before {names}: it may read weights"
             if watchers
             else "updates run beside the next step"
         )
+        if why:
+            details.append(f"no update begins in backward: {why}")
+        elif self.technique.early_updates and updates:
+            details.append(f"updates of {updates[0].number} blocks may begin in backward")
+            for each in updates:
+                each.is_alone = True
+            around = functools.partial(_around_backward, updates)
+            plugin = trainer.strategy.precision_plugin
+            self._undo += [
+                around_backward(trainer, around),
+                patch_method(plugin, clip_grad_by_norm),
+            ]
         self.show("on", *details, self.note, exactness=self._exactness_on(trainer).value)
+
+    def _why_not_early(self, trainer: Any, pl_module: Any, optimizers: Sequence[Any]) -> str:
+        if not self.technique.early_updates:
+            return ""
+        owners = [o for hook in _BEFORE_STEPS for o in owners_of(trainer, pl_module, hook)]
+        whys = {
+            "processes share the updates": self.technique.processes is not None,
+            "`optimizer_in_backward` updates there": self.arguments["optimizer_in_backward"],
+            "the module steps by itself": not pl_module.automatic_optimization,
+            "a step may be left out for its scale": gradient_scaler(trainer) is not None,
+            "values are clipped, and no norm": "clip_value" in clipping_of(trainer),
+            f"`{owners[0]}` may change its gradients" if owners else "": bool(owners),
+            **{why: True for o in optimizers if (why := why_none(o))},
+        }
+        return next((why for why, holds in whys.items() if holds), "")
 
     def _exactness_on(self, trainer: Any) -> Exactness:
         is_moved = trainer.strategy.root_device.type == "cuda"
@@ -209,3 +258,18 @@ class OffloadSetting(ModuleSetting):
         if handle is not None and handle.residence is not None:
             handle.residence.stay_on_host()
         super().undo()
+
+
+def clip_grad_by_norm(self: Any, optimizer: Optimizer, clip_val: float) -> None:
+    """Leave gradients alone whose norm is small; replaces the method of a precision plugin."""
+    updates = host_updates_of(optimizer)
+    if updates is None:
+        previous_method(self, "clip_grad_by_norm")(optimizer, clip_val)
+    else:
+        updates.clip_grad_norm_(clip_val)
+
+
+def _around_backward(
+    updates: Sequence[EarlyUpdates], is_last: bool
+) -> AbstractContextManager[None]:
+    return with_attribute(updates, "is_paused", not is_last)

@@ -97,6 +97,13 @@ class Gradients:
         if self._leave_together and num_new == sum(p.requires_grad for p in self._params):
             copies.begin_group(None)  # its weights leave, too
 
+    def complete(self) -> dict[nn.Parameter, Tensor]:
+        """Return all gradients where they come to on the host; none if others are to come."""
+        trained = [index for index, p in enumerate(self._params) if p.requires_grad]
+        if any(self._came.get(index) is not Came.NEW for index in trained):
+            return {}
+        return {self._params[index]: self._on_host[index] for index in trained}
+
     def _note(self, index: int, came: Came) -> None:
         self._came[index] = next_state(self._came.get(index, Came.NOTHING), came, _COMING)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import psutil
 
-from lightning_memsave.units import parse_bytes
+from lightning_memsave.errors import Problem
+from lightning_memsave.units import format_bytes, parse_bytes
 
 SMALLER_FORM = "in a smaller form: "
 """Begins what is said where the host has too little memory for the fastest one."""
@@ -22,6 +23,15 @@ def host_budget_bytes(budget: int | str | None, *, is_here: bool = True) -> floa
     if isinstance(budget, bool) or not budget > 0:
         raise ValueError
     return int(budget)
+
+
+def budget_problems(needed: int, limit: float, budget: int | str | None) -> list[Problem]:
+    if needed <= limit:
+        return []
+    why = f"`host_budget` is {format_bytes(int(limit))}"
+    why += ", half of what is free" if budget is None else ""
+    fix = f"Free host memory, or pass `host_budget={needed}` if there is enough."
+    return [Problem(f"{format_bytes(needed)} of host memory", why, fix)]
 
 
 def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:

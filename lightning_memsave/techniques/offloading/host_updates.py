@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import PROCESS_WIDE
+from lightning_memsave.core.technique import Handle
 from lightning_memsave.techniques.offloading.device_tiles import (
     DeviceTiles,
     Update,
     is_updated_in_tiles,
     lock_state,
 )
+from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
@@ -34,6 +36,7 @@ from lightning_memsave.techniques.optimizer_step import (
     on_host,
     own_step,
     owners_of,
+    owns,
     plain_step,
     scaling,
     step_without_hooks,
@@ -42,6 +45,7 @@ from lightning_memsave.techniques.optimizer_step import (
 from lightning_memsave.techniques.tiled_steps import is_tiled, step_in_tiles, step_whole
 
 Clip = Callable[[list[nn.Parameter]], None]
+_Gradients = defaultdict[Part, dict[nn.Parameter, Tensor]]
 
 
 class HostUpdates(StepOwner):
@@ -49,9 +53,10 @@ class HostUpdates(StepOwner):
 
     order = 1
 
-    def __init__(self, optimizer: Optimizer, residence: Residence) -> None:
+    def __init__(self, optimizer: Optimizer, residence: Residence, num_early: int = 0) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.residence = residence
+        self.early = EarlyUpdates(residence, num_early)
         self._tiles: DeviceTiles | None = None
 
     def start(self) -> list[Callable[[], None]]:
@@ -63,16 +68,23 @@ class HostUpdates(StepOwner):
             optimizer.register_load_state_dict_pre_hook(self._wait),
             optimizer.register_load_state_dict_post_hook(self._mark_state),
         ]
-        return [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
+        undo = [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
+        if self.early.number and self.residence.processes is None:
+            begin = weakref.WeakMethod(self._begin_early)
+            self.residence.when_complete.append(begin)
+            undo.append(lambda: self.residence.when_complete.remove(begin))
+        return undo
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
         self.residence.leave()
         updated: set[int] = set()
         params = parameters_of(optimizer)
         if any(p.grad is not None for p in params):  # otherwise all are updated in backward
-            self.residence.finish()
+            gradients = self._gradients_of(params)
+            settled = self.early.settle(optimizer, gradients)
+            self.residence.finish(besides=settled)
             with scaling(optimizer, is_on_host=True):
-                updated = self._update(optimizer)
+                updated = self._update(optimizer, gradients, settled)
         if self.residence.is_watched:
             self.residence.wait()
             if self.residence.processes is not None:
@@ -83,8 +95,29 @@ class HostUpdates(StepOwner):
         """Wait for updates, which may still read gradients."""
         self._wait()
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the caller holds it"
+        self.residence.leave()
+        return self.early.clip(parameters_of(optimizer), max_norm)
+
+    def _begin_early(self, part: Part) -> None:
+        optimizer, gradients = self._optimizer(), part.gradients.complete()
+        # What has more than one gradient in a step, or none yet, is updated by the step.
+        if optimizer is None or not gradients or part.num_uses > 1 or part.is_early:
+            return
+        if all(owns(optimizer, param) for param in gradients):
+            self.early.find_norms(gradients, self.residence.copies.landing())
+            if self.early.may_begin(optimizer, part):
+                self.early.note(self.submit(part, gradients, is_early=True))
+
     def submit(
-        self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
+        self,
+        part: Part,
+        gradients: Mapping[nn.Parameter, Tensor],
+        clip: Clip | None = None,
+        *,
+        is_early: bool = False,
     ) -> "Future[None]":
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
@@ -93,19 +126,36 @@ class HostUpdates(StepOwner):
         self._allocate(optimizer, part, gradients)
         self._make_tiles(optimizer, gradients)
         landing = self.residence.copies.landing()
+        early = self.early.begin(optimizer, part, gradients) if is_early else None
+        before = part.confirm() if early is None else early.save
         update = self._update_of(optimizer, part, gradients, clip)
 
         def update_when_landed() -> None:
-            landing()
+            if early is None or self.early.finds_norms:  # which has landed them
+                landing()
+            else:
+                self.early.land(landing)
+            if before is not None:
+                before()
             update()
             if self.residence.processes is not None:
                 self.residence.processes.end_update(part)
 
         future = self.residence.worker.submit(update_when_landed)
-        part.begin_update(future)
+        part.begin_update(future, None if early is None else early.take_back)
         return future
 
-    def _update(self, optimizer: Optimizer) -> set[int]:
+    def _gradients_of(self, params: Sequence[nn.Parameter]) -> _Gradients:
+        found: _Gradients = defaultdict(dict)
+        for param in params:
+            part = self.residence.part_of(param)
+            if param.grad is not None and part is not None:
+                found[part][param] = param.grad
+        return found
+
+    def _update(
+        self, optimizer: Optimizer, gradients: _Gradients, settled: Mapping[Part, bool]
+    ) -> set[int]:
         params = parameters_of(optimizer)
         if not updates_each_alone(optimizer):
             self.residence.wait()
@@ -114,16 +164,11 @@ class HostUpdates(StepOwner):
                 step_without_hooks(optimizer)
             self._mark_state()
             return {id(param) for param in params}
-        gradients: defaultdict[Part, dict[nn.Parameter, Tensor]] = defaultdict(dict)
-        for param in params:
-            part = self.residence.part_of(param)
-            if param.grad is not None and part is not None:
-                gradients[part][param] = param.grad
         self._mark_state()  # of what micro-batches have allocated
         if self.residence.processes is not None:
             return self._update_share(optimizer, gradients)
         for part in self.residence.all_parts:
-            if part in gradients:
+            if part in gradients and not settled.get(part):
                 self.submit(part, gradients[part])
         return {id(param) for found in gradients.values() for param in found}
 
@@ -172,17 +217,19 @@ class HostUpdates(StepOwner):
 
     # Before the update runs, as it may be in the middle of a step that memory ends.
     def _allocate(self, optimizer: Optimizer, part: Part, params: Iterable[nn.Parameter]) -> None:
-        stateless = {id(param): param for param in params if not optimizer.state.get(param)}
+        stateless = {param: param for param in params if not optimizer.state.get(param)}
         if stateless:
             needs_type = not is_low_bit(optimizer)
-            with part.on_host(stateless.values(), needs_type=needs_type):
+            with part.on_host(stateless, needs_type=needs_type):
                 allocate_state(_double(optimizer, stateless, optimizer.state))
-            self._mark_state()
+            for param in stateless:
+                _mark(optimizer.state[param])
 
     def _make_tiles(self, optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         own = [pair for pair in gradients.items() if self._is_for_device(optimizer, pair[0])]
         tiles = self._tiles
-        if tiles is not None and all(tiles.has_room_for(optimizer, *pair) for pair in own):
+        has_room = tiles is not None and all(tiles.has_room_for(optimizer, *pair) for pair in own)
+        if not own or has_room:
             return
         parts = {
             param: part
@@ -190,10 +237,9 @@ class HostUpdates(StepOwner):
             if (part := self.residence.part_of(param)) is not None
             and self._is_for_device(optimizer, param)
         }
-        if parts:
-            are_narrow = any(grad.dtype is not torch.float32 for _, grad in own)
-            device = self.residence.device
-            self._tiles = DeviceTiles(optimizer, parts, device, are_narrow=are_narrow)
+        are_narrow = any(grad.dtype is not torch.float32 for _, grad in own)
+        device = self.residence.device
+        self._tiles = DeviceTiles(optimizer, parts, device, are_narrow=are_narrow)
 
     def _is_for_device(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
         part = self.residence.part_of(param)
@@ -213,10 +259,10 @@ class HostUpdates(StepOwner):
         gradients: Mapping[nn.Parameter, Tensor],
         clip: Clip | None,
     ) -> Callable[[], None]:
-        stand_ins: dict[int, nn.Parameter] = {}
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for param, grad in gradients.items():
-            stand_in = stand_ins[id(param)] = nn.Parameter(part.updated_memory_of(param))
+            stand_in = stand_ins[param] = nn.Parameter(part.updated_memory_of(param))
             stand_in.grad_dtype = grad.dtype
             stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
@@ -224,8 +270,7 @@ class HostUpdates(StepOwner):
         if any(map(self._is_on_cuda, gradients)):
             for group in double.param_groups:
                 choose_fused(double, group)
-        pairs = [(param, stand_ins[id(param)]) for param in gradients]
-        steps = self._steps_of(optimizer, double, part, pairs)
+        steps = self._steps_of(optimizer, double, part, [*stand_ins.items()])
 
         def update() -> None:
             is_converted = part.is_converted
@@ -280,6 +325,21 @@ class HostUpdates(StepOwner):
         return [step_on_device, *steps, self._tiles.synchronize]
 
 
+class UpdatesHandle(Handle[Optimizer]):
+    """The handle of ``Offloading.update_in_background``."""
+
+    updates: HostUpdates
+    """What updates the parameters."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip all gradients of the optimizer as torch's function does, and return their norm.
+
+        Gradients that need no clipping are not touched, so that updates which have begun in
+        backward stay.
+        """
+        return self.updates.clip_grad_norm_(max_norm)
+
+
 def _is_fused(optimizer: Optimizer, param: nn.Parameter) -> bool:
     return bool(group_of(optimizer, param).get("fused"))
 
@@ -320,17 +380,21 @@ def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
 
 
 def _double(
-    optimizer: Optimizer, params: Mapping[int, nn.Parameter], state: MutableMapping[Tensor, Any]
+    optimizer: Optimizer,
+    params: Mapping[nn.Parameter, nn.Parameter],
+    state: MutableMapping[Tensor, Any],
 ) -> Optimizer:
-    """Make an optimizer of the same settings for other parameters, by the ids of its own."""
-    groups = [
-        {
+    """Make an optimizer of the same settings for other parameters, by its own."""
+    groups: dict[int, dict[str, Any]] = {
+        id(group): {
             **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
-            "params": [params[id(p)] for p in group["params"] if id(p) in params],
+            "params": [],
         }
         for group in optimizer.param_groups
-    ]
-    double: Any = double_of(optimizer, groups, state)
+    }
+    for param, other in params.items():
+        groups[id(group_of(optimizer, param))]["params"].append(other)
+    double: Any = double_of(optimizer, [*groups.values()], state)
     if is_low_bit(double):
         double.is_paged = False  # CUDA moves state of what is on the device only
     made: Optimizer = double

@@ -129,6 +129,7 @@ class Part:
         self._entered: list[int] = []  # versions of the parameters when they came
         self._written: set[int] = set()  # positions of those that forward writes unseen
         self._updates: list[Future[None]] = []
+        self._take_back: Callable[[], None] | None = None  # the update that began before its step
         self._adopt(writes=processes is None or processes.is_first)
 
     def __contains__(self, param: Tensor) -> bool:
@@ -217,13 +218,41 @@ class Part:
         """Note that weights have changed on the host, as kernels do it that torch does not see."""
         self._num_changes += 1
 
-    def begin_update(self, update: "Future[None]") -> None:
-        """Let everybody who needs the weights wait for an update in the background."""
+    def begin_update(
+        self, update: "Future[None]", take_back: Callable[[], None] | None = None
+    ) -> None:
+        """Let everybody who needs the weights wait for an update in the background.
+
+        One that began before its step is taken back then, unless it was confirmed.
+        """
         self._updates.append(update)
+        self._take_back = take_back
+
+    @property
+    def is_early(self) -> bool:
+        """Whether an update began before its step, and was neither confirmed nor taken back."""
+        return self._take_back is not None
+
+    def cancel_updates(self) -> None:
+        """Forget updates that have not begun."""
+        self._updates = [update for update in self._updates if not update.cancel()]
+
+    def confirm(self) -> Callable[[], None] | None:
+        """Let an early update stand, or give the caller what takes it back."""
+        take_back, self._take_back = self._take_back, None
+        return take_back
 
     def wait(self) -> None:
         """Wait for the updates in the background, and raise what the first one has raised."""
-        wait_for(self._updates)
+        if self.is_early:
+            self.cancel_updates()
+        try:
+            wait_for(self._updates)
+        finally:
+            if self._take_back is not None and not self._updates:  # none runs
+                self._take_back()
+                self.confirm()
+                self.note_change()
         if self._processes is not None:
             self._processes.wait(self)
 

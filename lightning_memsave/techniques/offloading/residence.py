@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Residence:
         self.takers: list[Any] = []
         """What updates parameters as soon as their gradients are complete; each ``take`` says
         whether it has taken a gradient."""
+        self.when_complete: list[weakref.WeakMethod[Any]] = []
+        """What is called in backward with a part whose gradients have all come."""
         self.memory = memory
         some = [*params, *tables][0]
         self.device = some.device
@@ -65,8 +67,9 @@ class Residence:
         self._num_ahead = 1 if num_on_device is None else num_on_device - 1
         self.parts = [self.rest]
         for block in blocks:
-            inside = [param for param in params if owners[param] is block]
-            self.parts.append(make(inside, is_streamed=is_streamed))
+            self.parts.append(
+                make([p for p in params if owners[p] is block], is_streamed=is_streamed)
+            )
         """In the order in which a step needs them."""
         self.tables = [self._part_of_table(table) for table in tables]
         """Of embeddings, which stay on the host."""
@@ -75,6 +78,7 @@ class Residence:
         self._part_of = {id(param): part for part in self.all_parts for param in part.params}
         self._watched: dict[int, Callable[[], None]] = {}
         self._came: list[Part] = []
+        self._entered: list[Part] = []  # that are on the device, and some that were
         self._following: list[Part] = []  # that were sent ahead
         self._left: list[Part] = []  # in backward, while the graph may still have held weights
         self._depth = 0
@@ -151,7 +155,7 @@ class Residence:
             if self.is_watched:
                 self.copies.synchronize()
                 self._note_change()
-        self._came, self._depth, self._has_graph = [], 0, False
+        self._came, self._entered, self._depth, self._has_graph = [], [], 0, False
 
     def end_pass(self) -> None:
         """Let all parameters be on the host, as no graph needs them any more."""
@@ -159,16 +163,19 @@ class Residence:
         for part in self.parts:
             part.num_uses = 0
 
-    def finish(self) -> None:
+    def finish(self, besides: Container[Part] = ()) -> None:
+        """Let all parameters be on the host, and finish updates but those of some parts."""
         self.leave()
         self.copies.synchronize()  # the device may still read weights for what it computes late
         failed = []
         for part in self.all_parts:
+            if part in besides:
+                continue
             try:
                 part.wait()
             except Exception as error:
                 failed.append(error)
-        self._note_change()
+            part.note_change()
         if failed:
             raise failed[0]
 
@@ -285,6 +292,9 @@ class Residence:
             raise IncompatibleError("offloading", [self._used_on_host(param)])
         if not any(taker.take(param, part) for taker in self.takers):
             part.gradients.receive(param, self.copies)
+            for reference in self.when_complete:
+                if part is not self.rest and (call := reference()) is not None:
+                    call(part)
 
     def _note_gradients(self) -> None:
         grads = [part.params[0].grad for part in self.tables]
@@ -317,6 +327,7 @@ class Residence:
             self._has_graph = True
         if not part.is_on_device:
             part.enter(self.copies, self.device)
+            self._entered.append(part)
         if torch.is_grad_enabled() or _is_in_backward():
             part.watch_gradients()
         start = self.parts.index(part)
@@ -362,10 +373,12 @@ class Residence:
     def _enter_in_backward(self, part: Part) -> None:
         if self._is_released:  # the graph is older
             return
-        for other in self.parts:
-            if other not in (part, self.rest) and other.is_on_device:
+        stay = (part, self.rest)
+        for other in self._entered:
+            if other not in stay and other.is_on_device:
                 other.leave()
                 self._left.append(other)
+        self._entered = [each for each in stay if each.is_on_device]
         self._enter(part, -1)
         self._queue_end()
 

@@ -26,10 +26,11 @@ from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.host_weight import is_asking
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
-from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
+from lightning_memsave.techniques.offloading.host_budget import budget_problems, host_budget_bytes
 from lightning_memsave.techniques.offloading.host_table import look_up_on_host, table_problems
 from lightning_memsave.techniques.offloading.host_updates import (
     HostUpdates,
+    UpdatesHandle,
     host_updates_of,
     let_scales_land,
 )
@@ -43,6 +44,7 @@ from lightning_memsave.techniques.offloading.weights import (
     first_blocks,
     is_number_of_blocks,
     is_plain,
+    number_of,
     problems_of_number,
     problems_of_trained,
     shared_parameters,
@@ -58,6 +60,7 @@ _EVERYTHING = "parameters+activations"
 STAY = "blocks stay on the device"
 """Ends what is said of resident blocks."""
 _UPDATES = "the host's memory and its updates, beside the next step"
+_EARLY_BYTES = 12  # a weight and two moments
 _NUMBERS = (
     *("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device"),
     "bytes_per_parameter",
@@ -110,6 +113,12 @@ class Offloading(Technique[nn.Module]):
             there and none on the host, and saves an update on the host, two copies of the weight
             per step and one of the gradient. ``"auto"``, in a fit or a prediction: as many as are
             predicted to fit, and no offloading if all do.
+        early_updates: Of how many blocks the update may begin in backward, as if the step did not
+            clip: a number, or a share such as ``"100%"``. The host keeps what those updates change,
+            12 bytes per parameter with AdamW, and puts it back where gradients or settings turn out
+            to be others; a change through ``.data`` is not seen. Clip with ``clip_grad_norm_`` of
+            the handle of `update_in_background`, as a Trainer does by itself: torch's own changes
+            gradients also where their norm is small.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
@@ -167,6 +176,7 @@ class Offloading(Technique[nn.Module]):
     min_table_bytes: int = 2**26
     num_blocks_on_device: int = 2
     resident: int | str = 0
+    early_updates: int | str = 0
     num_threads: int | None = None
     bytes_per_parameter: int = 16
     bytes_per_gradient: int = 0
@@ -194,6 +204,12 @@ class Offloading(Technique[nn.Module]):
             why = f"with `{self.argument}={self.what!r}` nothing of blocks is on the host"
             fix = 'Use `Offloading("parameters", ...)`, or leave it out.'
             problems.append(Problem(f"`resident={self.resident!r}`", why, fix))
+        if not is_number_of_blocks(self.early_updates):
+            what, fix = f"`early_updates={self.early_updates!r}`", 'Use 4, or "60%".'
+            problems.append(Problem(what, "it is neither a number of blocks nor a share", fix))
+        elif self.early_updates != 0 and not self._kinds & _OF_WEIGHTS:
+            what, why = f"`early_updates={self.early_updates!r}`", "no weight of blocks is updated"
+            problems.append(Problem(what, why, 'Use `Offloading("parameters", ...)`.'))
         try:
             host_budget_bytes(self.host_budget)
         except ValueError:
@@ -266,12 +282,7 @@ class Offloading(Technique[nn.Module]):
         problems += [Problem(f"`{type(one).__name__}`", why, fix) for one, _ in updated]
         problems += self.problems_of_compiled(compiled_in(target.named_modules()))
         problems += problems_of_number(find_blocks(target, self.blocks), self.resident)
-        needed, limit = self.host_bytes(target)
-        if needed > limit:
-            why = f"`host_budget` is {format_bytes(int(limit))}"
-            why += ", half of what is free" if self.host_budget is None else ""
-            fix = f"Free host memory, or pass `host_budget={needed}` if there is enough."
-            problems.append(Problem(f"{format_bytes(needed)} of host memory", why, fix))
+        problems += budget_problems(*self.host_bytes(target), self.host_budget)
         return problems
 
     def host_bytes(self, target: nn.Module) -> tuple[int, float]:
@@ -288,6 +299,8 @@ class Offloading(Technique[nn.Module]):
         embeddings = {m.weight for m in target.modules() if isinstance(m, nn.Embedding)}
         in_tables = sum(p.numel() for p in params if p in embeddings and p.requires_grad)
         for_a_while = 2 * self.bytes_per_gradient * largest + self.bytes_per_embedding * in_tables
+        num_early = number_of(self.early_updates, len(first_blocks(blocks, self.resident)))
+        for_a_while += num_early * _EARLY_BYTES * max(in_blocks, default=0)
         return self._bytes_of(params) + for_a_while, limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
@@ -315,10 +328,9 @@ class Offloading(Technique[nn.Module]):
         is_streamed = "parameters" in self._kinds
         if params or tables:
             num_on_device = self.num_blocks_on_device if is_streamed else None
-            own_blocks = on_host if params else []
             residence = Residence(
                 target,
-                own_blocks,
+                on_host if params else [],
                 params,
                 worker,
                 memory,
@@ -417,7 +429,7 @@ class Offloading(Technique[nn.Module]):
     def _kinds(self) -> set[str]:
         return set(str(self.what).split("+"))
 
-    def update_in_background(self, optimizer: Optimizer) -> Handle[Optimizer]:
+    def update_in_background(self, optimizer: Optimizer) -> UpdatesHandle:
         """Let ``optimizer.step()`` return at once, and update while the next step begins.
 
         Updates run in a thread of the host, in the order in which the next forward pass needs the
@@ -429,7 +441,7 @@ class Offloading(Technique[nn.Module]):
             optimizer: Of the offloaded model, before or after its first step.
 
         Returns:
-            A handle with the same optimizer and ``undo``.
+            A handle with the same optimizer, ``clip_grad_norm_`` and ``undo``.
 
         Raises:
             IncompatibleError: If it trains no offloaded parameter, updates in the background
@@ -456,8 +468,12 @@ class Offloading(Technique[nn.Module]):
         if problems:
             raise IncompatibleError(self.name, problems)
         assert residence is not None, "otherwise there is a problem"
-        undo = HostUpdates(optimizer, residence).start()
-        return Handle(optimizer, (f"{type(optimizer).__name__}: updates on the host",), undo=undo)
+        num_early = number_of(self.early_updates, len(residence.parts) - 1)
+        updates = HostUpdates(optimizer, residence, num_early)
+        changes = (f"{type(optimizer).__name__}: updates on the host",)
+        handle = UpdatesHandle(optimizer, changes, undo=updates.start())
+        handle.updates = updates
+        return handle
 
     def _bytes_of(self, params: Sequence[nn.Parameter]) -> int:
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in params]

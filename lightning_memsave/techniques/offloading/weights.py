@@ -29,9 +29,14 @@ def first_blocks(blocks: Sequence[Block], resident: int | str) -> Sequence[Block
     """Return the blocks that wait on the host; a share that stays is rounded down."""
     if resident == AUTO:
         return blocks
-    if isinstance(resident, str):
-        resident = int(Fraction(resident.removesuffix("%")) * len(blocks) / 100)
-    return blocks[: max(0, len(blocks) - resident)]
+    return blocks[: len(blocks) - number_of(resident, len(blocks))]
+
+
+def number_of(value: int | str, num_blocks: int) -> int:
+    """Return how many blocks a number or a share means, at most all."""
+    if isinstance(value, str):
+        return int(Fraction(value.removesuffix("%")) * num_blocks / 100)
+    return min(value, num_blocks)
 
 
 def problems_of_number(blocks: Sequence[Block], resident: int | str) -> list[Problem]:

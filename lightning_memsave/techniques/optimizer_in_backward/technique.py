@@ -284,7 +284,8 @@ def norm_problem(what: str) -> Problem:
         what,
         "the norm of all gradients is known only after backward, when the host has updated most "
         "offloaded weights already",
-        "Clip values instead, or set `optimizer_in_backward=None`.",
+        "Clip values instead, or set `optimizer_in_backward=None`, with "
+        "`Offloading(early_updates=4)` for updates in backward that are taken back if they clip.",
     )
 
 
