@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave.core.memory import host_copies, is_fake
+from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.techniques.flat_memory import aligned, tensor_in
 from lightning_memsave.techniques.offloading.device_tiles import is_updated_in_tiles
 from lightning_memsave.techniques.offloading.part import Part
@@ -225,7 +226,8 @@ def why_none(optimizer: Optimizer) -> str:
     """Say why an optimizer has no update that begins early; empty if it may have."""
     if not updates_each_alone(optimizer):
         return "the optimizer is not known to update each parameter alone"
-    return "the device updates 8-bit state" if is_updated_in_tiles(optimizer) else ""
+    in_tiles = any(is_updated_in_tiles(optimizer, param) for param in parameters_of(optimizer))
+    return "the device updates its state" if in_tiles else ""
 
 
 # Tensors, such as a learning rate, by identity and version: predictions know no values.

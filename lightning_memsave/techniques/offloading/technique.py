@@ -327,15 +327,15 @@ class Offloading(Technique[nn.Module]):
             skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
         is_streamed = "parameters" in self._kinds
         if params or tables:
-            num_on_device = self.num_blocks_on_device if is_streamed else None
+            own_blocks = on_host if params else []
             residence = Residence(
                 target,
-                on_host if params else [],
+                own_blocks,
                 params,
                 worker,
                 memory,
                 tables=tables,
-                num_on_device=num_on_device,
+                num_on_device=self.num_blocks_on_device if is_streamed else None,
                 processes=self.processes,
             )
             undo += [
