@@ -139,6 +139,20 @@ def test_state_on_the_host_is_not_paged():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("resident", [1, 2])
+def test_blocks_that_stay_are_updated_in_backward_meanwhile(resident):
+    """Each in its thread: the first update of an optimizer moves no state of the other."""
+    how: dict[str, Any] = {"optimizer": "adamw_8bit", "in_backward": True, "device": "cuda"}
+    for _ in range(4):
+        with closing(Offloaded("dropout", "parameters", resident=resident, **how)) as ours:
+            theirs = Offloaded("dropout", None, **how)
+            for number in range(2):
+                assert torch.equal(ours.step(number), theirs.step(number))
+            ours.handle.wait()
+            assert_same(on_cpu(ours), on_cpu(theirs))
+
+
+@pytest.mark.gpu
 def test_a_loaded_state_goes_on_with_the_same_bits():
     how: dict[str, Any] = {"optimizer": "adamw_8bit", "device": "cuda"}
     made = [Offloaded("dropout", "parameters", **how) for _ in range(2)]

@@ -33,6 +33,7 @@ from lightning_memsave.techniques.optimizer_step import (
     choose_fused,
     double_of,
     group_of,
+    initialize,
     on_host,
     own_step,
     owners_of,
@@ -62,6 +63,8 @@ class HostUpdates(StepOwner):
     def start(self) -> list[Callable[[], None]]:
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
+        # Not in backward: it moves state to where parameters are, beside updates of them.
+        initialize(optimizer)
         self._mark_state()
         hooks = [
             optimizer.register_state_dict_pre_hook(self._wait),
