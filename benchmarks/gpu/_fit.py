@@ -110,6 +110,12 @@ FITS = {
         "gpt2_xl",
         {"preset": "offload", "offload": Offloading(EVERYTHING, num_threads=12)},
     ),
+    "gpt2_xl offload, clipping": Fit("gpt2_xl", {"preset": "offload"}, CLIP),
+    "gpt2_xl offload, early updates": Fit(
+        "gpt2_xl",
+        {"preset": "offload", "offload": Offloading(EVERYTHING, early_updates="100%")},
+        CLIP,
+    ),
     "gpt2_xl_6 offload, 8-bit": Fit("gpt2_xl_6", LOW_BIT_OFFLOAD),
     "gpt2_xl offload, 8-bit": Fit("gpt2_xl", LOW_BIT_OFFLOAD),
     "llama_8b offload, 8-bit": Fit("llama_8b", LOW_BIT_OFFLOAD, num_steps=4),

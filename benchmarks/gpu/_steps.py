@@ -105,6 +105,13 @@ STEPS = (
         limit_s=150,
         needs=BITSANDBYTES,
     ),
+    _fit("gpt2_xl offload, clipping", limit_s=150, needs=BITSANDBYTES),
+    _fit(
+        "gpt2_xl offload, early updates",
+        "less than with clipping alone",
+        limit_s=150,
+        needs=BITSANDBYTES,
+    ),
     _fit("gpt2_xl_6 offload, 8-bit", "H200: a quarter of the time by the host", needs=BITSANDBYTES),
     _fit("gpt2_xl offload, 8-bit", limit_s=150, needs=BITSANDBYTES),
     _fit("llama_8b offload, 8-bit", "not measured yet", limit_s=240, needs=BITSANDBYTES),
