@@ -229,7 +229,7 @@ REASONS = {
     "sum of each": "computes `_softmax`",
     "order": "computes `cumsum`",
     "place": "computes something else for a few positions alone",
-    "attention": "computes `(transpose|_scaled_dot_product)",
+    "attention": "computes `(transpose|unsqueeze|_scaled_dot_product)",  # by the version of torch
     "scores": "computes `transpose`",
     "convolution": "computes `transpose`",
     "recurrence": "computes `transpose`",
