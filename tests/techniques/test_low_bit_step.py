@@ -94,7 +94,7 @@ def on_gpu(model, optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("word", KIND_BY_WORD)
+@pytest.mark.parametrize("word", sorted(KIND_BY_WORD.keys() - {"muon"}))  # which is torch's
 def test_same_bits_as_bitsandbytes_own_step(word, dtype):
     settings: tuple[Any, ...] = (f"{word}_8bit",)
     if word == "rmsprop":  # cannot be asked for by name
