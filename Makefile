@@ -84,9 +84,12 @@ test-lowest: $(LOWEST)/.ready  ## The contract and a core of the tests, with the
 		--cases=some $(CORE_TESTS) $(PYTEST_ARGS)
 
 # Made anew each time, without the constraints and upper bounds: what a stranger may get tomorrow.
+# Benchmarks apart, as they silence loggers for their process.
 .PHONY: test-newest
 test-newest: newest  ## The tests with the newest versions of all packages
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=some $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=some --ignore=tests/benchmarks \
+		$(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=some tests/benchmarks
 
 .PHONY: newest
 newest:
