@@ -1,9 +1,11 @@
 """Loops with everything that training has, with and without offloaded weights."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +15,8 @@ from lightning_memsave import ActivationCheckpointing, ChunkedCrossEntropy, LowB
 from lightning_memsave.core.memory import HOST, category_in_context, is_host, mark_as_host
 from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.gradients import Gradients
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -201,3 +205,17 @@ def trained_without(name: str, loop: str, kind: str) -> list[Any]:
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     """One of `OPTIMIZERS` for what a model trains."""
     return OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
+
+
+def count_moves(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count copies of weights to the device, and gradients that come to the host."""
+    calls: Counter[str] = Counter()
+    for owner, name in ((Copies, "to_device"), (Gradients, "receive")):
+        original = getattr(owner, name)
+
+        def count(*args: Any, name: str = name, original: Any = original, **how: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **how)
+
+        monkeypatch.setattr(owner, name, count)
+    return calls

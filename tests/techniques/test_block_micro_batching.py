@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 from lightning_memsave import ActivationCheckpointing, BlockMicroBatching, Offloading
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.gradients import Gradients
 from tests.cases import WIDTH, make_batch, make_model
 from tests.helpers import InAutocast, assert_bitwise_equal, in_pairs, names_of_cache, train
+from tests.techniques.offloaded_loops import count_moves
 
 
 def double(step: int) -> Tensor:
@@ -183,15 +181,7 @@ class TestMemory:
         assert peaks[1] < 0.4 * peaks[0]
 
     def test_weights_come_once_however_many_parts_there_are(self, monkeypatch):
-        calls: Counter[str] = Counter()
-        for owner, name in ((Copies, "to_device"), (Gradients, "receive")):
-            original = getattr(owner, name)
-
-            def count(*args: Any, name: str = name, original: Any = original, **how: Any) -> Any:
-                calls[name] += 1
-                return original(*args, **how)
-
-            monkeypatch.setattr(owner, name, count)
+        calls = count_moves(monkeypatch)
         seen = []
         for size in (16, 2):
             model = make_model("still")

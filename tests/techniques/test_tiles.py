@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections import Counter
 from typing import Any
 
 import peft
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from lightning_memsave import ActivationCheckpointing, Exactness, Offloading
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.gradients import Gradients
 from tests.helpers import InAutocast
 from tests.techniques.hugging_face import tiny
+from tests.techniques.offloaded_loops import count_moves
 
 WIDTH = 32
 
@@ -341,15 +339,7 @@ class TestMemory:
         assert peaks["tiled"] < 8 * row
 
     def test_weights_come_once_however_many_tiles_there_are(self, monkeypatch):
-        calls: Counter[str] = Counter()
-        for owner, name in ((Copies, "to_device"), (Gradients, "receive")):
-            original = getattr(owner, name)
-
-            def count(*args: Any, name: str = name, original: Any = original, **how: Any) -> Any:
-                calls[name] += 1
-                return original(*args, **how)
-
-            monkeypatch.setattr(owner, name, count)
+        calls = count_moves(monkeypatch)
         seen = []
         for which, tile in (("nested", {}), ("tiled", {"tile": 6})):
             model, batch = Model(), sequences(1, 24)
