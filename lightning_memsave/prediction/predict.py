@@ -329,7 +329,8 @@ def _predict(
 def _cuda_assumptions(
     step: TrainingStep, pl_module: Any, recording: Recording, fit: RunningFit
 ) -> tuple[str, ...]:
-    given = step.capability, step.workspace_config, fit.num_processes
+    num_threads = len(recording.first_products)
+    given = step.capability, step.workspace_config, fit.num_processes, num_threads
     constants = constant_assumptions(*given)
     operators = {event.op for event in recording.events}
     return (*constants, *ASSUMPTIONS, *module_assumptions(pl_module.modules(), operators))

@@ -29,6 +29,7 @@ from lightning_memsave.prediction.cuda.kernels import ASSUMPTIONS, cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
+from lightning_memsave.units import format_bytes
 
 
 class Ops(TorchDispatchMode):
@@ -606,6 +607,8 @@ def test_convolutions_have_no_workspaces_of_matrix_products(products, number):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), *products)
     found = predict_memory(model, torch.ones(2, 3, 8, 8), settings={"preset": "off"})
     assert found.workspace_bytes == number * SMALL
+    said = f"cuBLAS keeps {format_bytes(number * SMALL)} of workspaces"
+    assert any(line.startswith(said) for line in found.assumptions)
 
 
 # Lightning sets the variable for the process.

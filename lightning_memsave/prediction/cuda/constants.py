@@ -74,9 +74,12 @@ def workspaces(
 
 
 def constant_assumptions(
-    capability: tuple[int, int], config: str | None = None, num_processes: int = 1
+    capability: tuple[int, int],
+    config: str | None = None,
+    num_processes: int = 1,
+    num_threads: int = _NUM_THREADS,
 ) -> tuple[str, ...]:
-    sizes = workspaces(capability, config)
+    sizes = workspaces(capability, config, num_threads)
     nccl_bytes = distributed_bytes(num_processes)
     nccl = (
         f"NCCL needs {format_bytes(nccl_bytes)} in each of {num_processes} processes, as on A100s "
@@ -92,7 +95,7 @@ def constant_assumptions(
         f"{others} other than torch add to it.",
         *([nccl] if nccl_bytes else ()),
         "No other process uses the GPU, and no display: a desktop needs 0.3 to 1 GiB of it.",
-        f"cuBLAS keeps {format_bytes(sum(sizes))} of workspaces for matrix products, one each for "
-        "the threads of the forward and the backward pass; `CUBLAS_WORKSPACE_CONFIG` is respected. "
-        + of_lt,
+        f"cuBLAS keeps {format_bytes(sum(sizes))} of workspaces for matrix products, one for each "
+        "thread that computes some: those of forward, of backward, and of offloaded updates by "
+        "Muon; `CUBLAS_WORKSPACE_CONFIG` is respected. " + of_lt,
     )
