@@ -32,7 +32,8 @@ class Fit:
         trainer: More arguments of the Trainer.
         is_fused: AdamW with ``fused=True``, as Hugging Face's Trainer has it.
         limit_mib: What the allocator may have.
-        num_steps: That are timed on a GPU, after 4 others.
+        num_steps: That are timed on a GPU.
+        num_warmup: Others before them.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Fit:
     is_fused: bool = False
     limit_mib: int | None = None
     num_steps: int = 20
+    num_warmup: int = 4
 
 
 def _gpt2(width: int, num_layers: int, num_heads: int) -> Other:
@@ -72,13 +74,19 @@ MODELS = {
 }
 
 EVERYTHING = "parameters+activations+embeddings"
-LOW_BIT_OFFLOAD: dict[str, Any] = {
+IN_8_BITS: dict[str, Any] = {
     "preset": "offload",
     "optimizer": "8bit",
     "low_precision_weights": "split",
     "optimizer_in_backward": True,
 }
 """6.3 bytes of host memory per parameter."""
+ON_THE_DEVICE: dict[str, Any] = {**IN_8_BITS, "offload": None, "low_precision_weights": None}
+PARTLY_RESIDENT: dict[str, Any] = {
+    **IN_8_BITS,
+    "offload": Offloading(EVERYTHING, resident="47%"),
+}
+"""15 of the 32 blocks of the 8B: as many as 24 GiB have room for, by its prediction."""
 CLIP = {"gradient_clip_val": 1.0}
 FITS = {
     "roberta plain": Fit("roberta", PLAIN),
@@ -109,16 +117,24 @@ FITS = {
     "gpt2_xl offload, 12 threads": Fit(
         "gpt2_xl",
         {"preset": "offload", "offload": Offloading(EVERYTHING, num_threads=12)},
+        num_steps=8,
     ),
-    "gpt2_xl offload, clipping": Fit("gpt2_xl", {"preset": "offload"}, CLIP),
+    "gpt2_xl offload, clipping": Fit("gpt2_xl", {"preset": "offload"}, CLIP, num_steps=8),
     "gpt2_xl offload, early updates": Fit(
         "gpt2_xl",
         {"preset": "offload", "offload": Offloading(EVERYTHING, early_updates="100%")},
         CLIP,
+        num_steps=8,
     ),
-    "gpt2_xl_6 offload, 8-bit": Fit("gpt2_xl_6", LOW_BIT_OFFLOAD),
-    "gpt2_xl offload, 8-bit": Fit("gpt2_xl", LOW_BIT_OFFLOAD),
-    "llama_8b offload, 8-bit": Fit("llama_8b", LOW_BIT_OFFLOAD, num_steps=4),
+    "gpt2_xl_6 offload, 8-bit": Fit("gpt2_xl_6", IN_8_BITS),
+    "gpt2_xl offload, 8-bit": Fit("gpt2_xl", IN_8_BITS, num_steps=8),
+    "llama_8b offload, 8-bit, 8 GiB": Fit(
+        "llama_8b", IN_8_BITS, limit_mib=8 * 1024, num_steps=4, num_warmup=2
+    ),
+    "llama_8b offload, 8-bit, 24 GiB": Fit(
+        "llama_8b", PARTLY_RESIDENT, limit_mib=24 * 1024, num_steps=4, num_warmup=2
+    ),
+    "llama_8b on the device, 8-bit": Fit("llama_8b", ON_THE_DEVICE, num_steps=4, num_warmup=2),
     "roberta fp32": Fit("roberta", NOTHING),
     "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
     "roberta selective": Fit("roberta", {**PLAIN, "activation_checkpointing": "selective"}),
@@ -203,7 +219,7 @@ def run(name: str, device: str) -> Found:
     """Train, and put what was predicted beside what was measured."""
     chosen = FITS[name]
     is_cuda = device == "cuda"
-    num_steps, num_warmup = (chosen.num_steps, 4) if is_cuda else (2, 2)
+    num_steps, num_warmup = (chosen.num_steps, chosen.num_warmup) if is_cuda else (2, 2)
     accumulated = chosen.trainer.get("accumulate_grad_batches", 1)
     model, batches = make_problem(chosen.model, device)
     module = _Module(model)
@@ -212,8 +228,10 @@ def run(name: str, device: str) -> Found:
     memsave = MemSaveCallback(**{**chosen.settings, "report": False, "predict": 60})
     memsave.monitor = None  # the clock measures
     if chosen.limit_mib is not None and is_cuda:
+        model.cpu()  # where a GPU would have made its weights faster
         limit_to(chosen.limit_mib)
     num_batches = (num_warmup + num_steps) * accumulated
+    num_tokens = batches[0]["input_ids"].numel() if "input_ids" in batches[0] else 0
     start_s = time.perf_counter()
     fit(
         module,
@@ -228,6 +246,7 @@ def run(name: str, device: str) -> Found:
         "step_ms": 1e3 * clock.wall_s / num_steps,
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "host_ms": 1e3 * clock.host_s / num_steps,
+        "tokens_per_s": num_steps * accumulated * num_tokens / clock.wall_s,
         "losses": [loss.item() for loss in clock.losses],
         "rows": [f"{row.name}={row.value} {row.status}" for row in memsave.rows],
         "predicted_mib": None if prediction is None else prediction.peak_bytes / MIB,

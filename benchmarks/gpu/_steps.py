@@ -114,7 +114,10 @@ STEPS = (
     ),
     _fit("gpt2_xl_6 offload, 8-bit", "H200: a quarter of the time by the host", needs=BITSANDBYTES),
     _fit("gpt2_xl offload, 8-bit", limit_s=150, needs=BITSANDBYTES),
-    _fit("llama_8b offload, 8-bit", "not measured yet", limit_s=240, needs=BITSANDBYTES),
+    *(
+        _fit(f"llama_8b {where}", "not measured yet", limit_s=150, needs=BITSANDBYTES)
+        for where in ("offload, 8-bit, 8 GiB", "offload, 8-bit, 24 GiB", "on the device, 8-bit")
+    ),
     *(_ladder("hugging_face", row) for row in ("mixed precision", "all")),
     *(
         _ladder("lightning", row)
