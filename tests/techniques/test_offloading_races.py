@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_memsave import ChunkedCrossEntropy, LowPrecisionWeights, Offloadi
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.hooks_of_users import UpToDate
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -144,6 +146,34 @@ class TestWeights:
                 made.step(number)
                 halve(made.model)
             made.close()
+
+    @pytest.mark.parametrize("is_late", [False, True])
+    @pytest.mark.parametrize("kind", sorted(ON_HOST.keys() - {"all activations"}))
+    def test_change_in_a_hook(self, kind, is_late):
+        """Which nobody has announced, while they may still be updated or copied."""
+
+        def train_and_halve(look: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Any:
+            how = ON_HOST[kind]
+            is_table = "embeddings" in how.get("what", "")
+            small: dict[str, Any] = {"recomputes": True, "min_bytes": 1, "min_table_bytes": 1}
+            made = Offloaded(**small | {"chunks": is_table} | how)
+            for number in range(3):
+                made.optimizer.zero_grad()
+                made.whole(make_batch(number)).backward()
+                made.optimizer.step()
+                with look(made.residence):
+                    halve(made.model)
+                with torch.no_grad():
+                    made.whole(make_batch(number))
+                with look(made.residence):
+                    halve(made.model)
+            made.close()
+            return clones(made.model.state_dict())
+
+        expected = train_and_halve(watching)
+        with Races(is_late=is_late).running():
+            found = train_and_halve(UpToDate)
+        assert_same(found, expected)
 
     def test_gradients_of_a_failed_pass_are_not_added_to_those_of_the_next(self):
         """Which lands first decides, as sums are made by the host."""
@@ -286,6 +316,14 @@ class _ZerothOrder(torch.optim.SGD):
     def _move(self, factor: float) -> None:
         for param in self.param_groups[0]["params"]:
             param.data.add_(factor)
+
+
+@contextlib.contextmanager
+def watching(residence: Any) -> Iterator[None]:
+    """Code that was announced."""
+    residence.wait()
+    yield
+    residence.wait()
 
 
 def halve(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from lightning_memsave.core.technique import Exactness, Handle, Technique, setti
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates, why_none
-from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, compute_on_device
+from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, work_with_hook
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
     host_bytes_for_a_while,
@@ -166,18 +166,19 @@ class OffloadSetting(ModuleSetting):
         if self._handle is None or residence is None:
             self.add_details(self.note)
             return
-        watchers = [o for hook in _BETWEEN_STEPS for o in owners_of(trainer, pl_module, hook)]
+        # Of hooks that nobody shares a weight with, `work_with_hook` sees what they use.
+        unseen = ("optimizer_step",) if residence.processes is None else _BETWEEN_STEPS
+        watchers = [o for hook in unseen for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
         if not pl_module.automatic_optimization:
             watchers.append(f"{type(pl_module).__name__}.training_step")
         residence.is_watched = bool(watchers)
-        if trainer.strategy.root_device.type == "cuda":
-            self._undo += [
-                compute_on_device(one, hook)
-                for hook in HOOKS
-                for one in (pl_module, *trainer.callbacks)
-                if has_foreign(one, hook)
-            ]
+        self._undo += [
+            work_with_hook(one, hook)
+            for hook in HOOKS
+            for one in (pl_module, *trainer.callbacks)
+            if has_foreign(one, hook)
+        ]
         details = [*self._handle.changes, *self._handle.skipped]
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")

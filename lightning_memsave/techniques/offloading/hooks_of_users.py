@@ -1,10 +1,13 @@
-"""Hooks of a Trainer's user between two steps, which compute with weights that wait on the host."""
+"""Hooks of a Trainer's user between two steps, which work with weights that wait on the host."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -16,6 +19,72 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memsave.core.memory import category_in_context, is_host
 from lightning_memsave.core.patching import named, patch_method, previous_method
 from lightning_memsave.techniques.residences import residence_of
+
+_SAY_NO_VALUES = {
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "layout", "shape", "ndim")),
+    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn", "is_leaf", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse")),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    *(Tensor.grad.__delete__, Tensor.requires_grad_, Tensor.__hash__, Tensor.__len__),
+    *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.element_size),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.register_hook),
+}
+_GIVE_MEMORY = {
+    *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.share_memory_),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.__dlpack__),
+}
+"""What they return is memory whose use torch does not see."""
+
+
+class UpToDate(TorchFunctionMode):
+    """Lets updates in the background end before a hook works with what they change.
+
+    All that Python asks of a tensor comes by here, its attribute ``data`` as well. Who was given
+    the memory of a weight in a form that torch does not see may use it in any later step: updates
+    end in ``optimizer.step()`` from then on.
+    """
+
+    def __init__(self, residence: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._residence = residence
+        self._parts: dict[int, Any] = {}  # by the memory of their weights
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _SAY_NO_VALUES:
+            with torch._C._DisableFuncTorch():
+                shown = [self._show(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            if any(shown) and func in _GIVE_MEMORY:
+                self._residence.is_watched = True
+        return func(*args, **kwargs)
+
+    def _show(self, tensor: Tensor) -> bool:
+        """Let a tensor be as it is without offloading; return whether it is a weight on the host."""
+        while is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        if tensor.layout is not torch.strided or not is_host(tensor.untyped_storage()):
+            return False
+        part = self._residence.part_of(tensor) or self._part_at(tensor)
+        if part is None:  # of a gradient or a state of the optimizer
+            for each in self._residence.all_parts:
+                if each.is_updating:
+                    each.wait()
+        elif not part.is_on_device:
+            self._residence.copies.synchronize()  # the device may still read it
+            part.show()
+            self._parts.clear()  # weights may have other memory now
+        return part is not None
+
+    def _part_at(self, tensor: Tensor) -> Any:
+        if not self._parts:
+            self._parts = {
+                param.untyped_storage()._cdata: part
+                for part in self._residence.all_parts
+                for param in part.params
+            }
+        return self._parts.get(tensor.untyped_storage()._cdata)
 
 
 class OnDevice(TorchDispatchMode):
@@ -58,13 +127,19 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
-HOOKS = (
+# In others the user computes nothing, or with what is on the host anyway.
+_COMPUTING_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
     *("on_before_optimizer_step", "on_after_backward", "on_train_epoch_end"),
 )
+HOOKS = (*_COMPUTING_HOOKS, "optimizer_zero_grad", "lr_scheduler_step")
 
 
-def compute_on_device(owner: Any, hook: str) -> Callable[[], None]:
+def work_with_hook(owner: Any, hook: str) -> Callable[[], None]:
+    """Let a hook of a module or callback find what waits on the host as it is without offloading.
+
+    On CUDA it computes on the device.
+    """
     return patch_method(owner, _REPLACEMENTS[hook])
 
 
@@ -73,12 +148,13 @@ def _call(owner: Any, hook: str, *args: Any) -> Any:
     residence, method = residence_of(module), previous_method(owner, hook)
     if residence is None:
         return method(*args)
-    mode = OnDevice(residence.device)
-    mode.__enter__()  # type: ignore[no-untyped-call]
-    try:
+    with contextlib.ExitStack() as stack:
+        if residence.device.type == "cuda" and hook in _COMPUTING_HOOKS:
+            mode = OnDevice(residence.device)
+            mode.__enter__()  # type: ignore[no-untyped-call]
+            stack.callback(_leave, mode)
+        stack.enter_context(UpToDate(residence))
         return method(*args)
-    finally:
-        _leave(mode)
 
 
 # A hook may enter a mode that another hook leaves, as those that count do.

@@ -49,8 +49,8 @@ class Residence:
         self.processes = processes
         """The `Processes` that share the weights; ``None`` where there is one."""
         self.is_watched = False
-        """Whether code between two steps may read or change weights, in ways that torch does not
-        see: updates end in ``optimizer.step()``, and weights are always copied again."""
+        """Whether code between two steps may use weights in ways that nobody sees: updates end in
+        ``optimizer.step()``, and weights are always copied again."""
         self.takers: list[Any] = []
         """What updates parameters as soon as their gradients are complete; each ``take`` says
         whether it has taken a gradient."""

@@ -1,0 +1,226 @@
+"""Hooks of a project beside updates on the host: they find what they would find without them."""
+
+import copy
+import io
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.technique import Offloading
+from tests.callbacks.lit import callback_with, fit, make_lit, quiet, rows_of
+from tests.helpers import assert_same, clones
+
+pytestmark = pytest.mark.usefixtures("no_prediction")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "optimizer": {"offload": "optimizer"},
+    "blocks": {"offload": "parameters"},
+    "early": {"offload": Offloading("parameters", early_updates="100%")},
+    "masters": {
+        "offload": "parameters",
+        "precision": "bf16-mixed",
+        "low_precision_weights": "master",
+    },
+    "halves in backward": {
+        "offload": "parameters",
+        "precision": "bf16-mixed",
+        "low_precision_weights": "split",
+        "optimizer_in_backward": True,
+        "optimizer": "8bit",
+        "micro_batch_size": MicroBatching("halve"),
+    },
+}
+
+
+def _pickled(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save([*module.parameters()], file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _square(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
+READS: dict[str, Any] = {
+    "norms": lambda module: [p.norm() for p in module.parameters()],
+    "norms together": lambda module: torch._foreach_norm([*module.parameters()]),
+    "one": lambda module: next(module.parameters()).view(-1)[3].item(),
+    "list": lambda module: next(module.parameters()).tolist(),
+    "text": lambda module: str(next(module.parameters())),
+    "data": lambda module: [p.data.sum() for p in module.parameters()],
+    "numpy": lambda module: [p.detach().cpu().numpy().tolist() for p in module.parameters()],
+    "data in numpy": lambda module: [p.data.numpy().tolist() for p in module.parameters()],
+    "array": lambda module: [np.asarray(p.detach()).tolist() for p in module.parameters()],
+    "vector": lambda module: nn.utils.parameters_to_vector(module.parameters()).detach(),
+    "state dict": lambda module: clones(module.state_dict()),
+    "copy": lambda module: clones(copy.deepcopy(module.model).state_dict()),
+    "pickle": lambda module: [p.detach() for p in _pickled(module)],
+    "moved": lambda module: [p.to(torch.float64).detach() for p in module.parameters()],
+    "gradient": lambda module: [torch.func.grad(_square)(p) for p in module.parameters()],
+    "vmap": lambda module: [
+        torch.vmap(torch.sum)(p.detach()) for p in module.parameters() if p.dim() == 2
+    ],
+    "state of the optimizer": lambda module: [
+        value.sum()
+        for param in module.parameters()
+        for value in module.trainer.optimizers[0].state.get(param, {}).values()
+        if isinstance(value, Tensor)
+    ],
+    "output": lambda module: module.model(torch.ones(4, 16)).detach(),
+}
+
+
+def _set_data(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.data = param.data * 0.5
+
+
+def _halve_in_numpy(module: nn.Module) -> None:
+    for param in module.parameters():
+        array = param.detach().numpy()
+        array *= 0.5
+
+
+WRITES: dict[str, Any] = {
+    "clamp": lambda module: [p.data.clamp_(-0.1, 0.1) for p in module.parameters()],
+    "together": lambda module: torch._foreach_mul_([p.data for p in module.parameters()], 0.5),
+    "write in numpy": _halve_in_numpy,
+    "set data": _set_data,
+    "first only": lambda module: next(module.parameters()).data.zero_(),
+}
+
+
+@pytest.fixture(autouse=True)
+def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let updates end late."""
+    run = HostWorker._run
+
+    def run_late(self: HostWorker, work: Any) -> None:
+        time.sleep(0.003)
+        run(self, work)
+
+    monkeypatch.setattr(HostWorker, "_run", run_late)
+
+
+def _train(settings: dict[str, Any], hook: str, use: Any, *, is_announced: bool = False) -> Any:
+    """Fit; give what a hook found in each batch, losses and weights, and the row of the setting.
+
+    If it is announced, as by ``optimizer_step``, updates end in the step.
+    """
+    found: list[Any] = []
+
+    def call(module: Any) -> None:
+        with torch.no_grad():
+            found.append(copy.deepcopy(use(module)))
+
+    own: dict[str, Any] = {}
+    if is_announced:
+        own["optimizer_step"] = lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(
+            closure=closure
+        )
+    callbacks = []
+    if hook == "lr_scheduler_step":
+
+        def step_schedule(self: Any, scheduler: Any, metric: Any) -> None:
+            call(self)
+            scheduler.step()
+
+        own |= {hook: step_schedule, "configure_optimizers": _with_schedule}
+    elif hook == "optimizer_zero_grad":
+
+        def zero_gradients(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            call(self)
+            optimizer.zero_grad()
+
+        own[hook] = zero_gradients
+    else:
+        callbacks.append(callback_with(**{hook: lambda self, _, module, *rest: call(module)}))
+    saving = quiet(**{"preset": "off"} | settings)
+    losses, weights, _ = fit(make_lit(model="tied", **own), saving, *callbacks)
+    return [found, losses, weights], rows_of(saving)["offload"].details
+
+
+def _with_schedule(self: Any) -> Any:
+    optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
+    *("optimizer_zero_grad", "lr_scheduler_step"),
+)
+
+
+def _assert_as_announced(name: str, hook: str, use: Any) -> list[str]:
+    expected, details = _train(SETTINGS[name], hook, use, is_announced=True)
+    assert any("updates end before" in detail for detail in details)
+    found, details = _train(SETTINGS[name], hook, use)
+    assert_same(found, expected)
+    return list(details)
+
+
+@pytest.mark.parametrize("use", READS | WRITES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_of_each_batch(name, use):
+    details = _assert_as_announced(name, "on_train_batch_end", (READS | WRITES)[use])
+    assert any("beside the next step" in detail for detail in details)
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        (name, hook)
+        for name, settings in SETTINGS.items()
+        for hook in HOOKS
+        if hook != "optimizer_zero_grad" or "optimizer_in_backward" not in settings  # refused
+    ],
+)
+def test_of_any_kind(name, hook):
+    def look_and_change(module: Any) -> Any:
+        if "zero_grad" not in hook:  # within a step: the graph has the weights
+            WRITES["clamp"](module)
+        return READS["data"](module)
+
+    _assert_as_announced(name, hook, look_and_change)
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"halves in backward"}))
+def test_memory_that_a_hook_keeps(name):
+    """Torch does not see that it is written in later steps."""
+
+    def halve(module: Any) -> None:
+        arrays = getattr(module, "arrays", None)
+        if arrays is None:
+            module.arrays = arrays = [p.detach().numpy() for p in module.parameters()]
+        for array in arrays:
+            array *= 0.5
+
+    _assert_as_announced(name, "on_train_batch_end", halve)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_uses_no_weight_waits_for_none(name, monkeypatch):
+    shown: list[Part] = []
+    show = Part.show
+    monkeypatch.setattr(Part, "show", lambda part: (shown.append(part), show(part)))
+
+    def describe(module: Any) -> Any:
+        params = [*module.parameters()]
+        count = sum(p.numel() for p in params if p.requires_grad)
+        forms = [(p.shape, p.dtype, p.device, p.is_leaf, p.size(0), p.dim(), len(p)) for p in params]
+        return count, forms, {p: 0 for p in params} is None, torch.ones(2).sum()
+
+    _train(SETTINGS[name], "on_train_batch_end", describe)
+    assert not shown
+    _train(SETTINGS[name], "on_train_batch_end", READS["one"])
+    assert shown
