@@ -129,7 +129,11 @@ FITS = {
     "gpt2_xl_6 offload, 8-bit": Fit("gpt2_xl_6", IN_8_BITS),
     "gpt2_xl offload, 8-bit": Fit("gpt2_xl", IN_8_BITS, num_steps=8),
     "llama_8b offload, 8-bit, 8 GiB": Fit(
-        "llama_8b", {**IN_8_BITS, "host_budget": "100GiB"}, limit_mib=8 * 1024, num_steps=4, num_warmup=2
+        "llama_8b",
+        {**IN_8_BITS, "host_budget": "100GiB"},
+        limit_mib=8 * 1024,
+        num_steps=4,
+        num_warmup=2,
     ),
     "llama_8b offload, 8-bit, 24 GiB": Fit(
         "llama_8b", PARTLY_RESIDENT, limit_mib=24 * 1024, num_steps=4, num_warmup=2

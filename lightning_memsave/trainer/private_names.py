@@ -96,7 +96,7 @@ NAMES = (
         " _dispatch_get_registrations_for_dispatch_key _dispatch_keyset_full_after",
         "predict",
     ),
-    Names("torch._C", "_are_functorch_transforms_active _functorch"),
+    Names("torch._C", "_DisableFuncTorch _are_functorch_transforms_active _functorch"),
     Names("torch._C", "_get_tracing_state _nn", "chunked_cross_entropy"),
     Names("torch._C:_nn", "_parse_to", "chunked_cross_entropy"),  # how `Module.to` reads arguments
     Names("torch.autograd.forward_ad", "_current_level", "chunked_cross_entropy"),

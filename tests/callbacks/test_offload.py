@@ -141,16 +141,6 @@ class TestBitwise:
         assert_same(fit(lit), fit(lit, callback))
         assert "Lit.training_step" in rows_of(callback)["offload"].details[-1]
 
-    def test_hooks_that_change_weights_unseen(self):
-        def clamp(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            for param in pl_module.parameters():
-                param.data.clamp_(-0.1, 0.1)
-
-        clamping = callback_with(name="Clamp", on_train_batch_end=clamp)
-        lit, callback = make_lit(), only()
-        assert_same(fit(lit, clamping), fit(lit, callback, clamping))
-        assert "Clamp.on_train_batch_end" in rows_of(callback)["offload"].details[-1]
-
 
 class TestLossOutsideOfTheModel:
     """Logits are used when the model has returned, and its weights could be gone."""

@@ -75,8 +75,17 @@ READS: dict[str, Any] = {
         for value in module.trainer.optimizers[0].state.get(param, {}).values()
         if isinstance(value, Tensor)
     ],
-    "output": lambda module: module.model(torch.ones(4, 16)).detach(),
+    "output": lambda module: module.model(torch.ones(4, 16, device=module.device)).detach(),
 }
+
+
+def _clamp(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def _halve_together(module: nn.Module) -> None:
+    torch._foreach_mul_([p.data for p in module.parameters()], 0.5)
 
 
 def _set_data(module: nn.Module) -> None:
@@ -91,11 +100,11 @@ def _halve_in_numpy(module: nn.Module) -> None:
 
 
 WRITES: dict[str, Any] = {
-    "clamp": lambda module: [p.data.clamp_(-0.1, 0.1) for p in module.parameters()],
-    "together": lambda module: torch._foreach_mul_([p.data for p in module.parameters()], 0.5),
+    "clamp": _clamp,
+    "together": _halve_together,
     "write in numpy": _halve_in_numpy,
     "set data": _set_data,
-    "first only": lambda module: next(module.parameters()).data.zero_(),
+    "first only": lambda module: next(module.parameters()).data.zero_().shape,
 }
 
 
@@ -111,7 +120,9 @@ def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostWorker, "_run", run_late)
 
 
-def _train(settings: dict[str, Any], hook: str, use: Any, *, is_announced: bool = False) -> Any:
+def _train(
+    settings: dict[str, Any], hook: str, use: Any, *, is_announced: bool = False, **how: Any
+) -> Any:
     """Fit; give what a hook found in each batch, losses and weights, and the row of the setting.
 
     If it is announced, as by ``optimizer_step``, updates end in the step.
@@ -120,7 +131,7 @@ def _train(settings: dict[str, Any], hook: str, use: Any, *, is_announced: bool 
 
     def call(module: Any) -> None:
         with torch.no_grad():
-            found.append(copy.deepcopy(use(module)))
+            found.append(use(module))
 
     own: dict[str, Any] = {}
     if is_announced:
@@ -145,7 +156,7 @@ def _train(settings: dict[str, Any], hook: str, use: Any, *, is_announced: bool 
     else:
         callbacks.append(callback_with(**{hook: lambda self, _, module, *rest: call(module)}))
     saving = quiet(**{"preset": "off"} | settings)
-    losses, weights, _ = fit(make_lit(model="tied", **own), saving, *callbacks)
+    losses, weights, _ = fit(make_lit(model="tied", **own), saving, *callbacks, **how)
     return [found, losses, weights], rows_of(saving)["offload"].details
 
 
@@ -161,19 +172,34 @@ HOOKS = (
 )
 
 
-def _assert_as_announced(name: str, hook: str, use: Any) -> list[str]:
-    expected, details = _train(SETTINGS[name], hook, use, is_announced=True)
-    assert any("updates end before" in detail for detail in details)
-    found, details = _train(SETTINGS[name], hook, use)
+def _assert_as_without(name: str, hook: str, use: Any) -> None:
+    """Compare with a plain fit or, where weights are of 16 bits, with hooks after all updates."""
+    settings = SETTINGS[name]
+    if "precision" in settings:
+        expected, details = _train(settings, hook, use, is_announced=True)
+        assert any("updates end before" in detail for detail in details)
+    else:
+        expected, _ = _train({"offload": None}, hook, use)
+    found, details = _train(settings, hook, use)
     assert_same(found, expected)
-    return list(details)
+    assert any("beside the next step" in detail for detail in details)
 
 
 @pytest.mark.parametrize("use", READS | WRITES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_of_each_batch(name, use):
-    details = _assert_as_announced(name, "on_train_batch_end", (READS | WRITES)[use])
-    assert any("beside the next step" in detail for detail in details)
+    _assert_as_without(name, "on_train_batch_end", (READS | WRITES)[use])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use", sorted((READS | WRITES).keys() - {"gradient"}))  # of the host
+@pytest.mark.parametrize("name", ["blocks", "halves in backward"])
+def test_on_a_gpu(name, use):
+    """Where a hook computes on the device with what waits on the host."""
+    how = SETTINGS[name], "on_train_batch_end", (READS | WRITES)[use]
+    expected, _ = _train(*how, is_announced=True, accelerator="gpu")
+    found, _ = _train(*how, accelerator="gpu")
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -188,10 +214,10 @@ def test_of_each_batch(name, use):
 def test_of_any_kind(name, hook):
     def look_and_change(module: Any) -> Any:
         if "zero_grad" not in hook:  # within a step: the graph has the weights
-            WRITES["clamp"](module)
+            _clamp(module)
         return READS["data"](module)
 
-    _assert_as_announced(name, hook, look_and_change)
+    _assert_as_without(name, hook, look_and_change)
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"halves in backward"}))
@@ -203,24 +229,35 @@ def test_memory_that_a_hook_keeps(name):
         if arrays is None:
             module.arrays = arrays = [p.detach().numpy() for p in module.parameters()]
         for array in arrays:
-            array *= 0.5
+            np.multiply(array, 0.5, out=array)
 
-    _assert_as_announced(name, "on_train_batch_end", halve)
+    _assert_as_without(name, "on_train_batch_end", halve)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_uses_no_weight_waits_for_none(name, monkeypatch):
-    shown: list[Part] = []
-    show = Part.show
-    monkeypatch.setattr(Part, "show", lambda part: (shown.append(part), show(part)))
+    settled: list[Part] = []
+    join = Part.join
+
+    def note(part: Part) -> None:
+        settled.append(part)
+        join(part)
 
     def describe(module: Any) -> Any:
         params = [*module.parameters()]
-        count = sum(p.numel() for p in params if p.requires_grad)
-        forms = [(p.shape, p.dtype, p.device, p.is_leaf, p.size(0), p.dim(), len(p)) for p in params]
-        return count, forms, {p: 0 for p in params} is None, torch.ones(2).sum()
+        count = sum(p.numel() for p in params if p.requires_grad and p.is_leaf)
+        forms = [(p.shape, p.dtype, p.device, p.size(0), p.dim(), len(p)) for p in params]
+        return count, forms, len(dict.fromkeys(params)), torch.ones(2).sum()
 
-    _train(SETTINGS[name], "on_train_batch_end", describe)
-    assert not shown
-    _train(SETTINGS[name], "on_train_batch_end", READS["one"])
-    assert shown
+    def watched(use: Any) -> Any:
+        def call(module: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(Part, "join", note)
+                return use(module)
+
+        return call
+
+    _train(SETTINGS[name], "on_train_batch_end", watched(describe))
+    assert not settled
+    _train(SETTINGS[name], "on_train_batch_end", watched(READS["one"]))
+    assert settled

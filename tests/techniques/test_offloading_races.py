@@ -16,7 +16,7 @@ from lightning_memsave import ChunkedCrossEntropy, LowPrecisionWeights, Offloadi
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.copies import StreamCopies
-from lightning_memsave.techniques.offloading.hooks_of_users import UpToDate
+from lightning_memsave.techniques.offloading.hooks_of_users import Settled
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -172,7 +172,7 @@ class TestWeights:
 
         expected = train_and_halve(watching)
         with Races(is_late=is_late).running():
-            found = train_and_halve(UpToDate)
+            found = train_and_halve(Settled)
         assert_same(found, expected)
 
     def test_gradients_of_a_failed_pass_are_not_added_to_those_of_the_next(self):

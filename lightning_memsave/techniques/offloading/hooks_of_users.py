@@ -20,23 +20,27 @@ from lightning_memsave.core.memory import category_in_context, is_host
 from lightning_memsave.core.patching import named, patch_method, previous_method
 from lightning_memsave.techniques.residences import residence_of
 
+_ATTRIBUTES = (
+    *("dtype", "device", "layout", "shape", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
+    *("grad", "grad_fn", "is_leaf", "requires_grad"),
+)
+_grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
 _SAY_NO_VALUES = {
-    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "layout", "shape", "ndim")),
-    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn", "is_leaf", "requires_grad")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse")),
-    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
-    *(Tensor.grad.__delete__, Tensor.requires_grad_, Tensor.__hash__, Tensor.__len__),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(_grad.__set__, _grad.__delete__, _requires_grad.__set__, Tensor.requires_grad_),
     *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.element_size),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.register_hook),
+    *(Tensor.__hash__, Tensor.__len__),
 }
 _GIVE_MEMORY = {
     *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.share_memory_),
-    *(Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.__dlpack__),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__),
 }
 """What they return is memory whose use torch does not see."""
 
 
-class UpToDate(TorchFunctionMode):
+class Settled(TorchFunctionMode):
     """Lets updates in the background end before a hook works with what they change.
 
     All that Python asks of a tensor comes by here, its attribute ``data`` as well. Who was given
@@ -45,7 +49,7 @@ class UpToDate(TorchFunctionMode):
     """
 
     def __init__(self, residence: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._residence = residence
         self._parts: dict[int, Any] = {}  # by the memory of their weights
 
@@ -55,13 +59,15 @@ class UpToDate(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _SAY_NO_VALUES:
             with torch._C._DisableFuncTorch():
-                shown = [self._show(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                shown = [
+                    self._show(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+                ]
             if any(shown) and func in _GIVE_MEMORY:
                 self._residence.is_watched = True
         return func(*args, **kwargs)
 
     def _show(self, tensor: Tensor) -> bool:
-        """Let a tensor be as it is without offloading; return whether it is a weight on the host."""
+        """Let a tensor be as without offloading; return whether it is a weight on the host."""
         while is_functorch_wrapped_tensor(tensor):
             tensor = get_unwrapped(tensor)
         if tensor.layout is not torch.strided or not is_host(tensor.untyped_storage()):
@@ -73,18 +79,21 @@ class UpToDate(TorchFunctionMode):
                     each.wait()
         elif not part.is_on_device:
             self._residence.copies.synchronize()  # the device may still read it
-            part.show()
-            self._parts.clear()  # weights may have other memory now
+            part.wait()
+            part.join()
+            part.note_change()
+            if self._parts:
+                self._note_memory(part)  # which may be another one now
         return part is not None
 
     def _part_at(self, tensor: Tensor) -> Any:
         if not self._parts:
-            self._parts = {
-                param.untyped_storage()._cdata: part
-                for part in self._residence.all_parts
-                for param in part.params
-            }
+            for part in self._residence.all_parts:
+                self._note_memory(part)
         return self._parts.get(tensor.untyped_storage()._cdata)
+
+    def _note_memory(self, part: Any) -> None:
+        self._parts |= {param.untyped_storage()._cdata: part for param in part.params}
 
 
 class OnDevice(TorchDispatchMode):
@@ -153,7 +162,7 @@ def _call(owner: Any, hook: str, *args: Any) -> Any:
             mode = OnDevice(residence.device)
             mode.__enter__()  # type: ignore[no-untyped-call]
             stack.callback(_leave, mode)
-        stack.enter_context(UpToDate(residence))
+        stack.enter_context(Settled(residence))
         return method(*args)
 
 

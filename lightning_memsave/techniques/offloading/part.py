@@ -163,12 +163,6 @@ class Part:
     def weight_of(self, param: Tensor) -> Tensor:
         return self._weights[self._positions[id(param)]]
 
-    def show(self) -> None:
-        """Let the weights on the host be as they are without offloading, for who may change them."""
-        self.wait()
-        self.join()
-        self.note_change()
-
     def is_split(self, param: Tensor) -> bool:
         return self._positions[id(param)] in self._are_split
 
