@@ -552,6 +552,11 @@ class TestPreset:
         assert "of host memory: `host_budget` is 1.00 KiB; as `preset='single_gpu'`" in str(least)
         assert rows[0] | {"preset": None} == rows[1] | {"preset": None}
 
+    def test_without_memory_for_what_was_asked_for_says_how_much_it_needs(self):
+        callback = quiet(preset="offload", host_budget=2**10, low_precision_weights="split")
+        with pytest.raises(IncompatibleError, match=r"pass `host_budget=\d+` if there is enough"):
+            fit(make_lit(model="transformer"), callback)
+
     def test_of_others_yields_to_what_the_host_has(self):
         lit = make_lit(model="transformer")
         needed = 11 * sum(p.numel() for p in lit.parameters())

@@ -28,7 +28,8 @@ from lightning_memsave.callbacks.settings.setting import (
     Settings,
     exactness_limit,
 )
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.low_precision_weights.technique import ON_HOST
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import (
     SMALLER_PRESET,
@@ -89,6 +90,9 @@ def host_form(
         return settings, with_preset(arguments, form)
     instead = {**arguments, "preset": SMALLER_PRESET, setting.name: None, "host_budget": None}
     settings = make_settings("MemSaveCallback", instead)
+    low = arguments[LowPrecisionWeightsSetting.name]
+    if getattr(low, "rounding", low) in ON_HOST:  # which the user wrote
+        raise IncompatibleError("MemSaveCallback", problems)
     reasons = "; ".join(f"{problem.what}: {problem.why}" for problem in problems)
     settings.find(OffloadSetting).off_reason = f"{reasons}; as `preset={SMALLER_PRESET!r}`"
     return settings, with_preset(instead)

@@ -206,11 +206,9 @@ class OffloadSetting(ModuleSetting):
             for each in updates:
                 each.is_alone = True
             around = functools.partial(_around_backward, updates)
-            plugin = trainer.strategy.precision_plugin
-            self._undo += [
-                around_backward(trainer, around),
-                patch_method(plugin, clip_grad_by_norm),
-            ]
+            self._undo.append(around_backward(trainer, around))
+        if updates and residence.processes is None:
+            self._undo.append(patch_method(trainer.strategy.precision_plugin, clip_grad_by_norm))
         self.show("on", *details, self.note, exactness=self._exactness_on(trainer).value)
 
     def _why_not_early(self, trainer: Any, pl_module: Any, optimizers: Sequence[Any]) -> str:
