@@ -88,6 +88,8 @@ PARTLY_RESIDENT: dict[str, Any] = {
 }
 """15 of the 32 blocks of the 8B: as many as 24 GiB have room for, by its prediction."""
 CLIP = {"gradient_clip_val": 1.0}
+NEVER_CLIPS = {"gradient_clip_val": 1e6}
+EARLY: dict[str, Any] = {"offload": Offloading(EVERYTHING, early_updates="100%")}
 FITS = {
     "roberta plain": Fit("roberta", PLAIN),
     "roberta single_gpu": Fit("roberta", {"preset": "single_gpu"}),
@@ -119,13 +121,15 @@ FITS = {
         {"preset": "offload", "offload": Offloading(EVERYTHING, num_threads=12)},
         num_steps=8,
     ),
-    "gpt2_xl offload, clipping": Fit("gpt2_xl", {"preset": "offload"}, CLIP, num_steps=8),
-    "gpt2_xl offload, early updates": Fit(
-        "gpt2_xl",
-        {"preset": "offload", "offload": Offloading(EVERYTHING, early_updates="100%")},
-        CLIP,
-        num_steps=8,
-    ),
+    **{
+        f"gpt2_xl offload, {name}": Fit("gpt2_xl", {"preset": "offload", **more}, how, num_steps=8)
+        for name, more, how in (
+            ("clipping", {}, CLIP),
+            ("early updates", EARLY, CLIP),
+            ("below the bound", {}, NEVER_CLIPS),
+            ("below the bound, early updates", EARLY, NEVER_CLIPS),
+        )
+    },
     "gpt2_xl_6 offload, 8-bit": Fit("gpt2_xl_6", IN_8_BITS),
     "gpt2_xl offload, 8-bit": Fit("gpt2_xl", IN_8_BITS, num_steps=8),
     "llama_8b offload, 8-bit, 8 GiB": Fit(
