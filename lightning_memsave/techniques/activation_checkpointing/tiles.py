@@ -226,8 +226,10 @@ def _apart() -> Iterator[None]:
         torch.set_autocast_cache_enabled(is_enabled)
 
 
+# Not those of a state dict, which FSDP2 has on each module.
 def _has_hooks_of_others(module: nn.Module) -> bool:
-    hooks = (value for name, value in vars(module).items() if name.endswith("_hooks"))
+    own = vars(module).items()
+    hooks = (v for name, v in own if name.endswith("_hooks") and "state_dict" not in name)
     return any(
         not is_of_this_package(hook)
         for each in hooks
