@@ -1,6 +1,7 @@
 """LoRA beside base weights of 4 bits (`Linear4bit`): streamed, recomputed, predicted."""
 
 import gc
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,8 +10,9 @@ import torch
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from torch import Tensor, nn
 
-from lightning_memsave import MemSaveCallback, predict_memory
+from lightning_memsave import ActivationCheckpointing, MemSaveCallback, predict_memory
 from lightning_memsave.core.memory import is_host
+from lightning_memsave.errors import NoEffectWarning
 from tests.callbacks.lit import callback_with, loader_of, make_trainer
 from tests.helpers import assert_same
 
@@ -98,6 +100,19 @@ def test_training_is_the_same_bit_for_bit(name, plain):
     assert_same(lit.state_dict(), plain.state_dict())
     with torch.no_grad():  # as before, with their scales
         assert torch.equal(lit.model(batches()[0]).logits, plain.model(batches()[0]).logits)
+
+
+@pytest.mark.parametrize("offload", [None, "parameters"])
+def test_in_tiles_of_the_sequence(offload, plain):
+    settings = {"activation_checkpointing": ActivationCheckpointing("tiled", tile=32)}
+    callback = MemSaveCallback(
+        preset="off", report=False, predict=False, offload=offload, **settings
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)  # if no feed-forward part runs in tiles
+        lit = fit(callback)
+    for loss, expected in zip(lit.losses, plain.losses, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 def test_they_wait_on_the_host_and_come_back():

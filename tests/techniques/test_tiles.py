@@ -43,6 +43,8 @@ class FeedForward(nn.Module):
             self.seen += 1
         if self.kind == "attribute":
             self.auxiliary = y
+        if self.kind == "switch":
+            self.is_second = not getattr(self, "is_second", True)
         if self.kind == "list":
             self.outputs.append(y)
         outputs = {
@@ -237,6 +239,7 @@ REASONS = {
     "value": "computes `max`",
     "buffer": "changes a tensor that it keeps",
     "attribute": "keeps something of what it computes",
+    "switch": "keeps something of what it computes",
     "list": "keeps something of what it computes",
     "tuple": "returns a `tuple`, not a tensor",
 }

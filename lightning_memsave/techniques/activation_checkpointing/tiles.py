@@ -145,9 +145,13 @@ def _why_whole(module: nn.Module, run: Call, split: _Split) -> str:
     try:
         with _apart():
             why = _why_mixed(run, split, [_copy(tensor) for tensor in few])
+            is_kept = all(map(_is_settled, containers, before))
+            settled = [copy.copy(container) for container in containers]
             if not why and is_real:
                 why = _why_different(module, run, split, few)
-        is_kept = all(map(is_same, containers, before))
+            elif not why:
+                why = _why_mixed(run, split, [_copy(tensor) for tensor in few])
+        is_kept = is_kept and all(map(is_same, containers, settled))
         return why or ("" if is_kept else "keeps something of what it computes")
     except _MixesError as mixes:
         return str(mixes)
@@ -200,6 +204,16 @@ def _why_different(module: nn.Module, run: Call, split: _Split, few: Sequence[Te
                 if not _is_close(one.narrow(dim, start, half), alone):
                     return "computes something else for a few positions alone"
     return ""
+
+
+# As layers of 4 bits, whose first call notes in which type they compute.
+def _is_settled(container: Any, before: Any) -> bool:
+    if is_same(container, before):
+        return True
+    return isinstance(container, dict) and all(
+        value is before.get(key, container) or isinstance(value, bool | torch.dtype)
+        for key, value in container.items()
+    )
 
 
 # In another format there are other operators.
@@ -275,6 +289,8 @@ class _ByPosition(TorchDispatchMode):
     ) -> bool:
         first = next(tensor for tensor, flag in zip(tensors, flags, strict=True) if flag)
         packet = func.overloadpacket.__name__
+        if packet in _PRODUCTS_OF_4_BITS:
+            return flags[0] and sum(flags) == 1
         if func.namespace not in ("aten", "prim"):
             return False
         if packet in _PRODUCTS:
@@ -296,6 +312,7 @@ class _ByPosition(TorchDispatchMode):
 
 # Operators by name, such that one that torch no longer has is not missed.
 _PRODUCTS = {"mm", "addmm", "linear"}
+_PRODUCTS_OF_4_BITS = {"gemm_4bit", "gemv_4bit"}  # of bitsandbytes
 _NORMS = {"native_layer_norm", "_fused_rms_norm"}
 _LAST = {"glu"}
 _ALONG = _LAST | {
