@@ -104,10 +104,8 @@ def test_training_is_the_same_bit_for_bit(name, plain):
 
 @pytest.mark.parametrize("offload", [None, "parameters"])
 def test_in_tiles_of_the_sequence(offload, plain):
-    settings = {"activation_checkpointing": ActivationCheckpointing("tiled", tile=32)}
-    callback = MemSaveCallback(
-        preset="off", report=False, predict=False, offload=offload, **settings
-    )
+    tiled: dict[str, Any] = {"activation_checkpointing": ActivationCheckpointing("tiled", tile=32)}
+    callback = MemSaveCallback(preset="off", report=False, predict=False, offload=offload, **tiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)  # if no feed-forward part runs in tiles
         lit = fit(callback)
