@@ -1,15 +1,19 @@
 """Train one model with one setting, beside what was predicted."""
 
 import argparse
+import threading
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 from benchmarks._models import BASE, OTHERS, TINY, Other, masked_batch
 from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISION, NOTHING
@@ -158,10 +162,16 @@ FITS = {
 
 
 class _Clock(Callback):
-    """Times the steps after the first ones together, with one wait at the end."""
+    """Times the steps after the first ones together, with one wait at the end.
 
-    def __init__(self, device: str, num_warmup: int) -> None:
-        self.device, self.num_warmup = device, num_warmup
+    On a GPU, batches after those are profiled.
+    """
+
+    def __init__(self, device: str, num_warmup: int, num_timed: int) -> None:
+        self.device, self.num_warmup, self.end = device, num_warmup, num_warmup + num_timed
+        self.occupancy: Found = {}
+        self.thread_s: dict[str, float] = {}
+        self._profiler: Any = None
         self.losses: list[torch.Tensor] = []
         self.measured: dict[str, int] = {}
         self.host_s = self.wall_s = 0.0
@@ -178,7 +188,12 @@ class _Clock(Callback):
             synchronize(self.device)
             if self.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            self.thread_s = seconds_of_threads()
             self._start_s = time.perf_counter()
+        elif batch_idx == self.end:
+            self._stop()
+            self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
+            self._profiler.start()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -187,7 +202,17 @@ class _Clock(Callback):
         self.losses.append(outputs["loss"].detach())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop both clocks."""
+        """Stop what is on."""
+        if self._profiler is None:
+            self._stop()
+        else:
+            synchronize(self.device)
+            self._profiler.stop()
+            self.occupancy = occupancy_of(self._profiler.events())
+
+    def _stop(self) -> None:
+        before, self.thread_s = self.thread_s, seconds_of_threads()
+        self.thread_s = {k: v - before.get(k, 0.0) for k, v in self.thread_s.items()}
         self.host_s = time.perf_counter() - self._start_s
         synchronize(self.device)
         self.wall_s = time.perf_counter() - self._start_s
@@ -198,6 +223,39 @@ class _Clock(Callback):
             }
             of_process = read_nvml(torch.cuda.current_device()).process_bytes
             self.measured |= {"driver": of_process} if of_process else {}
+
+
+def seconds_of_threads() -> dict[str, float]:
+    """Processor time of Python's threads by name; those that libraries began are together."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, float] = {}
+    for thread in psutil.Process().threads():
+        name = names.get(thread.id, "others")
+        found[name] = found.get(name, 0.0) + thread.user_time + thread.system_time
+    return found
+
+
+def occupancy_of(events: Iterable[Any]) -> Found:
+    """Sum up how long a GPU computed, copied, and did either, of what torch's profiler saw.
+
+    Args:
+        events: Of the profiler, some of them of a GPU.
+
+    Returns:
+        Milliseconds.
+    """
+    found = sorted(
+        (event.time_range.start, event.time_range.end, event.name.startswith("Mem"))
+        for event in events
+        if event.device_type.name == "CUDA"
+    )
+    busy = until = 0.0
+    for start, end, _ in found:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    copies = sum(end - start for start, end, is_copy in found if is_copy)
+    kernels = sum(end - start for start, end, is_copy in found if not is_copy)
+    return {"gpu_busy_ms": busy / 1e3, "kernels_ms": kernels / 1e3, "copies_ms": copies / 1e3}
 
 
 class _Module(LanguageModel):
@@ -232,13 +290,13 @@ def run(name: str, device: str) -> Found:
     model, batches = make_problem(chosen.model, device)
     module = _Module(model)
     module.is_fused = chosen.is_fused
-    clock = _Clock(device, num_warmup * accumulated)
+    clock = _Clock(device, num_warmup * accumulated, num_steps * accumulated)
     memsave = MemSaveCallback(**{**chosen.settings, "report": False, "predict": 60})
     memsave.monitor = None  # the clock measures
     if chosen.limit_mib is not None and is_cuda:
         model.cpu()  # where a GPU would have made its weights faster
         limit_to(chosen.limit_mib)
-    num_batches = (num_warmup + num_steps) * accumulated
+    num_batches = (num_warmup + num_steps + is_cuda) * accumulated
     num_tokens = batches[0]["input_ids"].numel() if "input_ids" in batches[0] else 0
     start_s = time.perf_counter()
     fit(
@@ -255,13 +313,15 @@ def run(name: str, device: str) -> Found:
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "host_ms": 1e3 * clock.host_s / num_steps,
         "tokens_per_s": num_steps * accumulated * num_tokens / clock.wall_s,
-        "losses": [loss.item() for loss in clock.losses],
+        "thread_ms": {k: 1e3 * v / num_steps for k, v in clock.thread_s.items()},
+        "losses": [loss.item() for loss in clock.losses[: clock.end]],
         "rows": [f"{row.name}={row.value} {row.status}" for row in memsave.rows],
         "predicted_mib": None if prediction is None else prediction.peak_bytes / MIB,
     }
     if is_cuda:
         measured = clock.measured
         found |= {f"{part}_mib": num_bytes / MIB for part, num_bytes in measured.items()}
+        found |= clock.occupancy
         found["num_alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         if prediction is not None:
             predicted = {

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def test_each_fit_runs_in_small(name):
     found = _fit.run(name, "cpu")
     assert found["predicted_mib"] > 0
     assert len(found["losses"]) >= 4
+
+
+def test_time_in_which_a_gpu_does_two_things_counts_once():
+    def event(start: int, end: int, name: str, device: str = "CUDA") -> Any:
+        time_range = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(
+            time_range=time_range, name=name, device_type=SimpleNamespace(name=device)
+        )
+
+    events = [event(500, 2000, "Memcpy HtoD"), event(0, 1000, "gemm"), event(0, 9000, "x", "CPU")]
+    found = _fit.occupancy_of([*events, event(5000, 6000, "gemm")])
+    assert found == {"gpu_busy_ms": 3.0, "kernels_ms": 2.0, "copies_ms": 1.5}
 
 
 @pytest.mark.parametrize("name", _fit.MODELS)
