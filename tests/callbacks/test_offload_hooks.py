@@ -99,7 +99,17 @@ def _halve_in_numpy(module: nn.Module) -> None:
         array *= 0.5
 
 
+def _step_again(module: Any) -> None:
+    optimizer = module.optimizers(use_pl_optimizer=False)
+    with torch.enable_grad():
+        optimizer.zero_grad()
+        module.model(torch.ones(4, 16, device=module.device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 WRITES: dict[str, Any] = {
+    "another step": _step_again,
     "clamp": _clamp,
     "together": _halve_together,
     "write in numpy": _halve_in_numpy,
