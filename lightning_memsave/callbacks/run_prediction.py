@@ -79,6 +79,10 @@ class RunPrediction:
     def use(self, prediction: "MemoryPrediction") -> None:
         self.prediction, self.is_due = prediction, False
 
+    def outdate(self, why: str) -> None:
+        """Forget the prediction, as training needs other memory from now on."""
+        self.prediction, self.note, self.is_due = None, why, False
+
     def before_batch(
         self, trainer: Any, batch: Any, make_callback: Callable[..., Any], arguments: Arguments
     ) -> None:
