@@ -81,7 +81,8 @@ class RunPrediction:
 
     def outdate(self, why: str) -> None:
         """Forget the prediction, as training needs other memory from now on."""
-        self.prediction, self.note, self.is_due = None, why, False
+        if self.prediction is not None:
+            self.prediction, self.note = None, why
 
     def before_batch(
         self, trainer: Any, batch: Any, make_callback: Callable[..., Any], arguments: Arguments

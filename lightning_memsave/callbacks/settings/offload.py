@@ -28,7 +28,6 @@ from lightning_memsave.techniques.offloading.host_budget import (
 )
 from lightning_memsave.techniques.offloading.host_updates import host_updates_of, trains_offloaded
 from lightning_memsave.techniques.offloading.technique import STAY, Offloading
-from lightning_memsave.techniques.offloading.weights import AUTO
 from lightning_memsave.techniques.optimizer_step import updates_each_alone
 from lightning_memsave.trainer.distributed import (
     communicates_in_forward,
@@ -290,7 +289,7 @@ class OffloadSetting(ModuleSetting):
         self.technique = dataclasses.replace(self.technique, resident=number)
         self._is_corrected = True
         how = f"{number} of {handle.num_blocks} {STAY}, no longer {before}: {why}"
-        self.note = f"`resident={AUTO!r}`, corrected: {how}"
+        self.note = f"corrected: {how}"
         self._show(trainer, handle)
         self.when_corrected(f"what was predicted is for {before} resident blocks")
         log_info(trainer, f"{self.name}: {how}.")
