@@ -16,6 +16,7 @@ from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptim
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.residences import residence_of
 from tests.callbacks.lit import (
     LIGHTNING,
     Trace,
@@ -194,6 +195,21 @@ class TestCorrected:
             more.fit(modules[1], ckpt_path=file)
             runs.append((trace.losses, modules[1].state_dict()))
         assert_same(*runs)
+
+    def test_weights_that_come_to_the_host_go_back_in_bfloat16_as_others(self):
+        callback = only(2, **BF16, low_precision_weights="master")
+        types = []
+
+        class Looks(ChangesTo):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+                matrices = [p for p in pl_module.parameters() if p.ndim > 1]
+                parts = [residence_of(pl_module).part_of(param) for param in matrices]
+                pairs = zip(parts, matrices, strict=True)
+                types.append({part.device_dtype_of(p) for part, p in pairs if part is not None})
+
+        fit(make_lit(model="tied"), callback, Looks(callback, {1: 0}))
+        assert types == [{torch.bfloat16}] * 6
 
     def test_in_a_loop_of_ones_own(self):
         def train(numbers: dict[int, int]) -> list[torch.Tensor]:
