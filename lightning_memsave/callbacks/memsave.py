@@ -199,7 +199,8 @@ class MemSaveCallback(CallbackBase):
             All arguments by name, with the values of the preset; what yielded is off.
         """
         updates = self._settings.find(OptimizerInBackwardSetting).effective
-        arguments = {**self._in_force, "optimizer_in_backward": updates}
+        corrected = self._settings.find(OffloadSetting).corrected
+        arguments = {**self._in_force, "optimizer_in_backward": updates, **corrected}
         return effective_settings(arguments, self.rows, self._micro_batches.size)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -286,6 +287,7 @@ class MemSaveCallback(CallbackBase):
         self._settings = make_settings(type(self).__name__, self.arguments, chosen)
         self._in_force = with_plan(self.arguments, chosen)
         self._budget.use(self.plan)
+        self._settings.find(OffloadSetting).is_open = leaves_open(self.arguments["offload"])
         self._settings.find(CheckpointingSetting).blocks = self.arguments["blocks"]
         if self._micro_batches.is_auto:
             needed = None if self.plan.frontier else size  # of the checkpoint
@@ -294,10 +296,10 @@ class MemSaveCallback(CallbackBase):
     def _fill_device(self, trainer: Any, pl_module: Any) -> None:
         from lightning_memsave.callbacks.run_plan import fill_device
 
-        chosen, note = fill_device(trainer, MemSaveCallback, self.arguments)
+        chosen, note, block_bytes = fill_device(trainer, MemSaveCallback, self.arguments)
         arguments = self.arguments | chosen
         self._use(make_settings(type(self).__name__, arguments), with_preset(arguments))
-        self._settings.find(OffloadSetting).explain(note)
+        self._settings.find(OffloadSetting).explain(note, block_bytes)
 
     def _apply_late(self, choose: Callable[[Any, Any], None], trainer: Any, module: Any) -> None:
         choose(trainer, module)
@@ -320,9 +322,10 @@ class MemSaveCallback(CallbackBase):
             if self.plan.plan.prediction is not None:
                 self._prediction.use(self.plan.plan.prediction)
                 self._use_prediction()
+        offload, idle_bytes = self._settings.find(OffloadSetting), self._micro_batches.idle_bytes
+        offload.when_corrected = self._prediction.outdate
         if self._reported is not None:
-            held_bytes = self._settings.find(OffloadSetting).held_bytes
-            self._reported.compare(self._prediction, held_bytes, self._micro_batches.idle_bytes)
+            self._reported.compare(self._prediction, offload.held_bytes, idle_bytes)
         self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
             with attempted(trainer, "The table cannot be printed to standard output"):
@@ -350,21 +353,18 @@ class MemSaveCallback(CallbackBase):
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, batch, MemSaveCallback, arguments)
             self._use_prediction()
-        if self.plan is not None:
-            self._budget.watch(trainer, is_start=True)
+        self._settings.watch(trainer, is_start=True)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Change the plan where CUDA's allocator had to give memory back in the batch."""
+        """Change the plan, or what is offloaded, where CUDA's allocator has measured otherwise."""
         self._has_trained = True
-        if self.plan is not None:
-            self._budget.watch(trainer, is_start=False)
+        self._settings.watch(trainer, is_start=False)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish updates on the host before hooks that may read weights."""
-        offload = self._settings.find(OffloadSetting)
-        if offload.is_on:
+        if (offload := self._settings.find(OffloadSetting)).is_on:
             offload.wait()
 
     on_validation_start = on_train_epoch_end

@@ -45,19 +45,22 @@ def plan_fit(
 
 def fill_device(
     trainer: Any, make_callback: Callable[..., Any], arguments: Arguments
-) -> tuple[dict[str, Any], str]:
-    """Choose on rank zero how many blocks stay on the device; give the settings, and a note."""
+) -> tuple[dict[str, Any], str, int]:
+    """Choose on rank zero how many blocks stay on the device.
 
-    def choose(batch: Any) -> tuple[dict[str, Any], str]:
+    Give the settings, a note, and what one block more needs in bytes.
+    """
+
+    def choose(batch: Any) -> tuple[dict[str, Any], str, int]:
         device, pl_module = trainer.strategy.root_device, trainer.lightning_module
         room = _free_bytes(device)
         room -= margin_of(room, device.type)
         step = step_of(trainer, pl_module, batch, make_callback, arguments, has_started=False)
         with _disable_current_modes():
             found = fill(replace(step, time_limit_s=_limit_s(arguments)), room, predict)
-        return found.settings, found.note
+        return found.settings, found.note, found.block_bytes
 
-    chosen: tuple[dict[str, Any], str] = _of_first_batch(trainer, arguments, choose)
+    chosen: tuple[dict[str, Any], str, int] = _of_first_batch(trainer, arguments, choose)
     return chosen
 
 

@@ -79,6 +79,11 @@ class RunPrediction:
     def use(self, prediction: "MemoryPrediction") -> None:
         self.prediction, self.is_due = prediction, False
 
+    def outdate(self, why: str) -> None:
+        """Forget the prediction, as training needs other memory from now on."""
+        if self.prediction is not None:
+            self.prediction, self.note = None, why
+
     def before_batch(
         self, trainer: Any, batch: Any, make_callback: Callable[..., Any], arguments: Arguments
     ) -> None:

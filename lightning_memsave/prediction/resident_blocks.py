@@ -1,5 +1,6 @@
 """As many blocks on the device as are predicted to fit, of those that `Offloading` would move."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ class Filled:
     settings: dict[str, Any]
     prediction: MemoryPrediction
     note: str
+    block_bytes: int = 0
+    """What one block more on the device needs, at most; 0 if nothing is offloaded."""
 
 
 def is_open(step: TrainingStep) -> bool:
@@ -68,4 +71,9 @@ def fill(
             low, best = number, found
         else:
             high, num_bytes = number, found.prediction.device_bytes
-    return best
+    # All blocks may need more for each than the next one does.
+    of_all = plain.prediction.device_bytes - best.prediction.device_bytes
+    each = max(
+        (num_bytes - best.prediction.device_bytes) / (high - low), of_all / (num_blocks - low or 1)
+    )
+    return replace(best, block_bytes=math.ceil(each))

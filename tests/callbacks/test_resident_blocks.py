@@ -1,18 +1,22 @@
 """Offloading with blocks that stay on the device, in a Trainer."""
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_memsave.callbacks import run_plan
+from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.residences import residence_of
 from tests.callbacks.lit import (
     LIGHTNING,
     Trace,
@@ -27,6 +31,7 @@ from tests.callbacks.lit import (
     rows_of,
     summary_of,
 )
+from tests.virtual_gpu import counters
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
 
@@ -50,7 +55,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def only(resident: Any, what: str = "parameters", **settings: Any) -> Any:
-    offload = None if resident is None else Offloading(what, resident=resident)
+    offload = None if resident is None else Offloading(what, resident=resident, min_bytes=1)
     return quiet(**({"preset": "off", "micro_batch_size": HALVE, "offload": offload} | settings))
 
 
@@ -115,6 +120,207 @@ def test_the_table_says_how_many_blocks_stay():
 def test_more_blocks_than_there_are_end_the_fit_before_it_begins():
     with pytest.raises(IncompatibleError, match=r"`resident=9`: .* Use a number up to 4"):
         fit(make_lit(), only(9))
+
+
+class ChangesTo(Callback):
+    """Corrects the number of resident blocks after some batches, as what was measured does."""
+
+    def __init__(self, callback: Any, numbers: dict[int, int]) -> None:
+        self.callback, self.numbers = callback, numbers
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        number = self.numbers.get(batch_idx) if trainer.current_epoch == 0 else None
+        if number is not None:
+            setting = self.callback._settings.find(OffloadSetting)
+            assert setting._correct(trainer, number, "a test wants it")
+            assert setting._handle.num_resident == number
+
+
+class TestCorrected:
+    @pytest.mark.parametrize("what", ["optimizer", "parameters", "parameters+activations"])
+    @pytest.mark.parametrize("numbers", [{1: 4}, {1: 0}, {0: 3, 2: 1, 3: 4, 4: 2}])
+    def test_trains_bit_for_bit(self, what, numbers):
+        lit = make_lit(model="dropout")
+        callback = only(2, what)
+        found = fit(lit, callback, ChangesTo(callback, numbers), max_epochs=2)
+        assert_same(found, fit(lit, only(None), max_epochs=2))
+
+    @pytest.mark.parametrize("numbers", [{1: 4}, {1: 0}, {0: 3, 2: 1, 3: 4}])
+    @pytest.mark.parametrize("name", BESIDE)
+    def test_beside_other_settings(self, name, numbers):
+        settings, trainer = BESIDE[name]
+        lit = make_lit(model="tied")
+        expected = fit(lit, only(2, **settings), max_epochs=2, **trainer)
+        callback = only(2, **settings)
+        found = fit(lit, callback, ChangesTo(callback, numbers), max_epochs=2, **trainer)
+        if settings.get("low_precision_weights") == "split":
+            assert found[0] == pytest.approx(expected[0], rel=2**-9)
+        else:
+            assert_same(found, expected)
+
+    @pytest.mark.parametrize("settings", [{}, STATE_IN_8BIT, IN_BACKWARD])
+    def test_needs_what_the_number_needs(self, settings):
+        lit = lit_of_steps()
+        callback, more = (only(number, predict=60, **settings) for number in (0, 4))
+        found = fit(lit, callback, ChangesTo(callback, {0: 4}))
+        assert_same(found, fit(lit, more))
+        tables = 2048 if settings is STATE_IN_8BIT else 0  # of 8-bit state, for each block
+        assert peak_of(callback) == peak_of(more) + 4 * tables
+        assert callback.prediction is None  # which was of another number
+
+    def test_the_table_and_the_arguments_say_the_number(self):
+        callback = only(1, "parameters+activations")
+        fit(make_lit(), callback, ChangesTo(callback, {0: 3}))
+        details = rows_of(callback)["offload"].details
+        assert "the last 3 of 4 blocks stay on the device" in details
+        assert "what 1 blocks save for backward on the host" in details
+        assert details[-1].endswith(
+            "3 of 4 blocks stay on the device, no longer 1: a test wants it"
+        )
+        assert callback.effective_arguments()["offload"].resident == 3
+
+    @pytest.mark.parametrize("settings", [{}, STATE_IN_8BIT, IN_BACKWARD])
+    def test_a_checkpoint_after_it(self, tmp_path, settings):
+        lit, runs = make_lit(model="tied"), []
+        for numbers in ({}, {1: 4, 3: 1}):
+            file, modules = tmp_path / f"{len(numbers)}.ckpt", [copy.deepcopy(lit) for _ in "12"]
+            callback = only(2, **settings)
+            trainer = make_trainer(LIGHTNING, callback, ChangesTo(callback, numbers))
+            torch.manual_seed(2)
+            trainer.fit(modules[0])
+            trainer.save_checkpoint(file)
+            trace = Trace(LIGHTNING)
+            more = make_trainer(LIGHTNING, only(2, **settings), trace.callback, max_epochs=2)
+            torch.manual_seed(3)
+            more.fit(modules[1], ckpt_path=file)
+            runs.append((trace.losses, modules[1].state_dict()))
+        assert_same(*runs)
+
+    def test_weights_that_come_to_the_host_go_back_in_bfloat16_as_others(self):
+        callback = only(2, **BF16, low_precision_weights="master")
+        types = []
+
+        class Looks(ChangesTo):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+                matrices = [p for p in pl_module.parameters() if p.ndim > 1]
+                parts = [residence_of(pl_module).part_of(param) for param in matrices]
+                pairs = zip(parts, matrices, strict=True)
+                types.append({part.device_dtype_of(p) for part, p in pairs if part is not None})
+
+        fit(make_lit(model="tied"), callback, Looks(callback, {1: 0}))
+        assert types == [{torch.bfloat16}] * 6
+
+    def test_in_a_loop_of_ones_own(self):
+        def train(numbers: dict[int, int]) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = wide_model()
+            optimizer = torch.optim.AdamW(model.parameters())
+            offloading = Offloading("parameters", blocks=nn.Sequential, resident=2)
+            with offloading.apply(model) as handle, offloading.update_in_background(optimizer):
+                for step in range(5):
+                    if step in numbers:
+                        handle.keep_on_device(numbers[step], [optimizer])
+                        assert handle.num_resident == numbers[step]
+                    model(torch.randn(2, 64)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [*model.parameters()]
+
+        expected = train({})
+        assert all(map(torch.equal, train({1: 5, 3: 0}), expected))
+
+    def test_no_room_on_the_device_leaves_all_as_it_was(self, monkeypatch):
+        release, calls = Part.release, []
+
+        def release_once(self: Any, device: torch.device) -> None:
+            calls.append(self)
+            if len(calls) == 2:  # after half of it
+                self.params[0].data = self.params[0].data.clone()
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            release(self, device)
+
+        lit, callback = make_lit(model="tied"), only(0)
+        expected = fit(lit, only(0))
+
+        class Grows(ChangesTo):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                if batch_idx == 1:
+                    monkeypatch.setattr(Part, "release", release_once)
+                    setting = self.callback._settings.find(OffloadSetting)
+                    assert setting._correct(trainer, 3, "a test wants it")
+                    assert setting._handle.num_resident == 1
+
+        assert_same(fit(lit, callback, Grows(callback, {})), expected)
+        assert "the last 1 of 4 blocks stay on the device" in rows_of(callback)["offload"].details
+
+
+class TestMeasured:
+    """What follows from what was measured, which only a GPU does."""
+
+    @pytest.fixture
+    def roomy(self, monkeypatch):
+        """A module, and the number of blocks that stay in a part of the memory of its steps."""
+        lit, plain = lit_of_steps(), only(None, predict=60)
+        fit(lit, plain)
+        room = int(0.8 * peak_of(plain))
+        monkeypatch.setattr(run_plan, "_free_bytes", lambda device: room)
+        return lit
+
+    def fit_measured(self, lit: Any, callback: Any, *free_bytes: int) -> list[int]:
+        numbers = []
+
+        class Measures(Callback):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                setting = callback._settings.find(OffloadSetting)
+                if batch_idx < len(free_bytes):
+                    setting._correction.fill(trainer, free_bytes[batch_idx])
+                numbers.append(setting._handle.num_resident)
+
+        fit(lit, callback, Measures())
+        return numbers
+
+    def test_more_blocks_stay_as_far_as_they_fit(self, roomy):
+        callback = auto()
+        numbers = self.fit_measured(roomy, callback, -1)
+        first, each = numbers[0], callback._settings.find(OffloadSetting)._block_bytes
+        assert first < 4
+        callback = auto()
+        assert self.fit_measured(roomy, callback, each - 1, each, 9 * each)[:3] == [
+            first,
+            first + 1,
+            4,
+        ]
+
+    @pytest.mark.parametrize("settings", [IN_BACKWARD, {"micro_batch_size": None}])
+    def test_never_more_where_a_batch_cannot_be_repeated(self, roomy, settings):
+        callback = auto(**settings)
+        numbers = self.fit_measured(roomy, callback, 2**40)
+        assert set(numbers) == {numbers[0]}
+        assert numbers[0] < 4
+        details = rows_of(callback)["offload"].details
+        assert any(line.startswith("never more blocks stay") for line in details)
+
+    def test_fewer_blocks_repeat_a_batch_that_ran_out_of_memory(self, roomy):
+        callback, numbers = auto(), []
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            loss = self.model(batch)
+            setting = callback._settings.find(OffloadSetting)
+            if batch_idx == 3 and not is_fake(loss):
+                numbers.append(setting._handle.num_resident)
+                if numbers[-1]:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+        lit = make_lit(model="tied", training_step=training_step)
+        found = fit(lit, callback)
+        assert numbers[0] > 0
+        assert numbers[-1] == 0
+        assert callback._micro_batches.size is None
+        assert_same(found, fit(roomy, only(0)))
+        assert rows_of(callback)["offload"].details[-1].endswith(": memory ran out")
+        assert callback.effective_arguments()["offload"].resident == 0
 
 
 def auto(**settings: Any) -> Any:
@@ -203,6 +409,31 @@ class TestAuto:
         assert chosen.settings["offload"].resident > 0
         assert chosen.peak_bytes == peak_of(callback) <= budget
 
+    def test_blocks_of_a_plan_leave_where_memory_runs_out(self):
+        numbers: list[int] = []
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            loss = mean_step(self, batch, batch_idx)
+            if batch_idx == 3 and not is_fake(loss):
+                numbers.append(callback._settings.find(OffloadSetting)._handle.num_resident)
+                if numbers[-1] == numbers[0]:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+        steps: dict[str, Any] = {"training_step": training_step, "validation_step": no_step}
+        lit = make_lit(model=wide_model(), **steps)
+        off = dict.fromkeys(("activation_checkpointing", "optimizer", "chunked_cross_entropy"))
+        off |= dict.fromkeys(("optimizer_in_backward", "low_precision_weights", "attention"))
+        plain = quiet(preset="off", micro_batch_size=None, predict=60)
+        fit(make_lit(model=wide_model(), **steps | {"training_step": mean_step}), plain)
+        offload = Offloading("parameters", resident="auto")
+        callback = quiet(**off, budget=int(0.6 * peak_of(plain)), offload=offload)
+        fit(lit, callback)
+        first = numbers[0]
+        assert first > 0
+        assert numbers == [first, first, first - 1]  # at first the cache alone was freed
+        assert callback.effective_arguments()["offload"].resident == first - 1
+
     def test_a_plan_that_fits_without_is_without(self):
         off = dict.fromkeys(("micro_batch_size", "optimizer", "chunked_cross_entropy"))
         offload = Offloading("parameters", resident="auto")
@@ -222,6 +453,88 @@ class TestAuto:
         lit = make_lit(model="tied", training_step=training_step)
         with pytest.raises(IncompatibleError, match=r"`resident='auto'`: .*`resident=4`"):
             fit(lit, auto())
+
+
+def large_lit() -> Any:
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Dropout(0.1)) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(64, 2048), *layers, nn.Linear(2048, 16))
+    return make_lit(model=model, training_step=mean_step, validation_step=no_step)
+
+
+class Numbers(Callback):
+    """Notes how many blocks stay on the device after each batch; state is where weights are."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.found: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.found.append(self.callback._settings.find(OffloadSetting)._handle.num_resident)
+        (optimizer,) = trainer.optimizers
+        for param, state in optimizer.state.items():
+            moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+            assert moments
+            assert all(moment.is_cuda == param.is_cuda for moment in moments)
+
+
+@pytest.mark.gpu
+class TestOnAGPU:
+    GPU: ClassVar[dict[str, Any]] = {"accelerator": "gpu"}
+    PRESET: ClassVar[dict[str, Any]] = {"preset": "offload"}
+
+    @pytest.fixture
+    def gpu(self) -> Any:
+        torch.cuda.empty_cache()
+        yield torch.device("cuda", 0)
+        counters.set_memory(torch.cuda.get_device_properties(0).total_memory)
+
+    def expect(self, number: int, **settings: Any) -> tuple[Any, int, Any]:
+        """Fit with a fixed number; give what it finds, reserves, and is predicted to need."""
+        torch.cuda.reset_peak_memory_stats()
+        callback = only(number, predict=60, **settings)
+        found = fit(large_lit(), callback, **self.GPU)
+        num_bytes = torch.cuda.max_memory_reserved()
+        torch.cuda.empty_cache()
+        return found, num_bytes, callback.prediction
+
+    def let_be_free(self, monkeypatch: Any, prediction: Any) -> None:
+        """Let so much be free, beside the margin."""
+        room = prediction.device_bytes + 2**28
+        monkeypatch.setattr(run_plan, "_free_bytes", lambda device: room)
+
+    def assert_close(self, found: Any, expected: Any, settings: Any) -> None:
+        tolerance = 1e-2 if settings is self.PRESET else 1e-4  # of bfloat16
+        assert found[0] == pytest.approx(expected[0], rel=tolerance)
+        for name, value in found[1].items():
+            torch.testing.assert_close(
+                value, expected[1][name], rtol=tolerance, atol=tolerance / 10
+            )
+
+    @pytest.mark.parametrize("settings", [{}, {"optimizer": "8bit"}, PRESET])
+    def test_more_blocks_stay_where_steps_leave_room(self, gpu, monkeypatch, settings):
+        expected, _, prediction = self.expect(2, **settings)
+        self.let_be_free(monkeypatch, prediction)
+        callback = auto(**settings)
+        numbers = Numbers(callback)
+        self.assert_close(fit(large_lit(), callback, numbers, **self.GPU), expected, settings)
+        assert numbers.found[0] < 3
+        assert numbers.found[1:] == [6] * 5
+
+    @pytest.mark.parametrize("settings", [{}, PRESET])
+    def test_blocks_leave_where_memory_runs_out(self, gpu, monkeypatch, settings):
+        expected, needed, _ = self.expect(1, **settings)
+        _, _, prediction = self.expect(5, **settings)
+        self.let_be_free(monkeypatch, prediction)
+        free, total = torch.cuda.mem_get_info(gpu)
+        counters.set_memory(total - free + needed + 2**22)
+        callback = auto(**settings)
+        numbers = Numbers(callback)
+        self.assert_close(fit(large_lit(), callback, numbers, **self.GPU), expected, settings)
+        assert numbers.found == sorted(numbers.found, reverse=True)
+        assert numbers.found[0] < 5
+        assert rows_of(callback)["offload"].details[-1].endswith(": memory ran out")
+        assert callback._micro_batches.size is None
 
 
 class TestHostBudget:

@@ -17,8 +17,9 @@ from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.gradients import Gradients
+from lightning_memsave.techniques.offloading.handle import OffloadingHandle
 from lightning_memsave.techniques.offloading.residence import Residence
-from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast, assert_same, clones

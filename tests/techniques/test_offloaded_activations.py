@@ -209,7 +209,7 @@ def test_offloaded_weights_are_not_saved_as_activations():
     params, memory = [*model.parameters()], HostMemory()
     blocks = find_blocks(model)
     residence = Residence(model, blocks, params, worker, memory)
-    undo = [residence.release, *residence.start(blocks)]
+    undo = [residence.release, *residence.start()]
     with offloading(model, None) as offloaded:
         model(batch).backward()
         assert offloaded.host_bytes == 2 * (NUM_BLOCKS - 1) * INPUT

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from lightning_memsave.errors import MemsaveWarning
 from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.handle import OffloadingHandle
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
 from tests.helpers import adamw, assert_same
 from tests.techniques.offloaded_chain import Chain, batch_of

@@ -129,6 +129,7 @@ def make_settings(
         preset = PresetSetting(arguments)
         made = Settings([*found, preset] if arguments["preset"] is None else [preset, *found])
     made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
+    made.find(OffloadSetting).micro_batches = made.find(MicroBatchSetting)
     made.find(AccumulationSetting).micro_batches = made.find(MicroBatchSetting)
     return made
 

@@ -8,8 +8,10 @@ import torch
 
 from lightning_memsave.callbacks.settings.activation_checkpointing import CheckpointingSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, Settings
 from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
+from lightning_memsave.measure.allocator import read_allocator
 from lightning_memsave.techniques.registry import current_settings
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.units import MIB, format_bytes
@@ -84,7 +86,16 @@ class BudgetSetting(Setting):
         # The first time the cache of the allocator was freed, which may have been enough.
         return num_failures == 1 or self.step_down(trainer, "memory ran out")
 
+    def make_room(self, trainer: Any) -> bool:
+        return self._offload_more(trainer, "memory ran out")
+
+    def _offload_more(self, trainer: Any, why: str) -> bool:
+        settings = self._settings
+        return settings is not None and settings.find(OffloadSetting).leave(trainer, why)
+
     def step_down(self, trainer: Any, why: str, *, in_same_parts: bool = False) -> bool:
+        if self._offload_more(trainer, why):
+            return True
         limit = self._in_force()[1].device_bytes  # memory was short with it: never return to it
         self._ladder = [plan for plan in self._ladder if plan.device_bytes < limit]
         smaller = self._smaller(in_same_parts=in_same_parts)
@@ -132,12 +143,10 @@ class BudgetSetting(Setting):
 
     def watch(self, trainer: Any, *, is_start: bool) -> None:
         """Change to a smaller plan where CUDA's allocator had to give memory back in a batch."""
-        device = trainer.strategy.root_device
-        if device.type == "cuda":  # pragma: no cover (gpu)
+        reading = None if self._made is None else read_allocator(trainer.strategy.root_device)
+        if reading is not None:  # pragma: no cover (gpu)
             self._num_retries = None if is_start else self._num_retries
-            # Not `memory_stats`, as in `read_allocator`.
-            statistics = torch.cuda.memory_stats_as_nested_dict(device)
-            self.note_retries(trainer, int(statistics.get("num_alloc_retries", 0)))
+            self.note_retries(trainer, reading.num_alloc_retries)
 
     def note_retries(self, trainer: Any, num_retries: int) -> None:
         before, self._num_retries = self._num_retries, num_retries

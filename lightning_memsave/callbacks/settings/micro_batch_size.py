@@ -1,6 +1,7 @@
 """Training batches in micro-batches, in a Trainer."""
 
 import functools
+import sys
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any, Literal, Protocol
@@ -33,6 +34,7 @@ from lightning_memsave.callbacks.settings.setting import (
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
 from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.out_of_memory import find_out_of_memory
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
@@ -73,10 +75,12 @@ class Splits(Enum):
 
 
 class Relief(Protocol):
-    """What else than smaller micro-batches helps where memory runs out: other plans."""
+    """What else than smaller micro-batches helps: other plans, or fewer blocks on the device."""
 
     # As of `MicroBatchRunner`.
     def relieve(self, trainer: Any, num_failures: int) -> bool: ...
+    # For the state of an optimizer, when gradients are complete and nothing is updated.
+    def make_room(self, trainer: Any) -> bool: ...
     # As a loss cannot be split; raises if no plan fits then.
     def stay_whole(self, trainer: Any, why: str) -> None: ...
     def advise(self) -> str: ...
@@ -138,6 +142,10 @@ class MicroBatchSetting(Setting):
             problems = self.technique.check_module(pl_module)
         limit = exactness_limit(self.arguments)
         return problems + batch_norm_problems(pl_module, self.written, limit)
+
+    def expect_more(self) -> None:
+        """Hold the next batches for unproven, as the first ones, as steps need more memory."""
+        self._probe = BatchProbe()
 
     def forget_relief(self) -> None:
         self.relief = self.peak_bytes = None
@@ -275,7 +283,22 @@ class MicroBatchSetting(Setting):
 
     def _before_step(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
         if self._probe.allocates(phase_of(trainer)):
-            allocate_state(optimizer)
+            self._allocate_state(trainer, optimizer)
+
+    # Nothing is updated yet where memory runs out.
+    def _allocate_state(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+        outside, relief = sys.exception(), self.relief
+        while relief is not None:
+            try:
+                allocate_state(optimizer)
+                return
+            except Exception as error:
+                if find_out_of_memory(error, outside) is None:
+                    raise
+            # Outside of the except block, whose traceback would keep tensors alive.
+            if not relief.make_room(trainer):
+                break
+        allocate_state(optimizer)
 
     # Other processes repeat a batch together with this one, which DDP cannot do: they go without
     # it until two optimizer steps have shown that memory is enough.
@@ -408,7 +431,7 @@ class MicroBatchSetting(Setting):
             self.show("off", f"a batch that runs out of memory is not repeated: {failure}")
             return
         if self.splits is Splits.NEVER:
-            how = "whole batches; repeated with a smaller plan when memory runs out"
+            how = "whole batches; repeated with less on the device when memory runs out"
             self.show("on", how, self.proof.reason, exactness="bitwise")
             return
         how = "batches pass in micro-batches of this size"

@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.resident_correction import ResidentCorrection
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_fake, is_host
 from lightning_memsave.core.patching import patch_method, previous_method
@@ -17,25 +19,23 @@ from lightning_memsave.core.technique import Exactness, Handle, Technique, setti
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates, why_none
+from lightning_memsave.techniques.offloading.handle import OffloadingHandle
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, work_with_hook
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
     host_bytes_for_a_while,
     host_bytes_per_parameter,
 )
-from lightning_memsave.techniques.offloading.host_updates import host_updates_of
-from lightning_memsave.techniques.offloading.technique import (
-    Offloading,
-    OffloadingHandle,
-    trains_offloaded,
-)
+from lightning_memsave.techniques.offloading.host_updates import host_updates_of, trains_offloaded
+from lightning_memsave.techniques.offloading.technique import STAY, Offloading
+from lightning_memsave.techniques.optimizer_step import updates_each_alone
 from lightning_memsave.trainer.distributed import (
     communicates_in_forward,
     has_custom_gradient_sync,
     share_model,
 )
 from lightning_memsave.trainer.facts import clipping_of
-from lightning_memsave.trainer.hooks import has_foreign, owners_of
+from lightning_memsave.trainer.hooks import has_foreign, log_info, owners_of
 from lightning_memsave.trainer.precision import gradient_scaler
 from lightning_memsave.trainer.trainer import (
     averages_weights,
@@ -74,6 +74,15 @@ class OffloadSetting(ModuleSetting):
     """Why what is on the host is in another form than the fastest."""
     note = ""
     """How many blocks were chosen to stay on the device."""
+    is_open = False
+    """Whether their number was chosen, and may be corrected."""
+    micro_batches: MicroBatchSetting
+    when_corrected: Callable[[str], None]
+    _block_bytes = 0
+    _is_corrected = False
+    _correction: ResidentCorrection | None = None
+    _details: Sequence[str] = ()
+    """What the row says besides what is on the host, and what not."""
 
     def read(self) -> Any:
         arguments, given = self.arguments, self.arguments[self.name]
@@ -93,9 +102,13 @@ class OffloadSetting(ModuleSetting):
         named = settings_of(technique) if isinstance(given, Offloading) else {}
         return dataclasses.replace(technique, **{n: v for n, v in known.items() if n not in named})
 
-    def explain(self, note: str) -> None:
-        """Note how many blocks were chosen to stay on the device, or that nothing else waits."""
+    def explain(self, note: str, block_bytes: int) -> None:
+        """Note how many blocks were chosen to stay on the device, or that nothing else waits.
+
+        One block more needs so many bytes there.
+        """
         self.note, self.off_reason = note, self.off_reason or note
+        self.is_open, self._block_bytes = True, block_bytes
 
     def reasons(self, trainer: Any, pl_module: Any) -> Iterator[tuple[str, str]]:
         limit = exactness_limit(self.arguments)
@@ -179,7 +192,7 @@ class OffloadSetting(ModuleSetting):
             for one in (pl_module, *trainer.callbacks)
             if has_foreign(one, hook)
         ]
-        details = [*self._handle.changes, *self._handle.skipped]
+        details = []
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")
         if self._why_no_tables:
@@ -199,17 +212,105 @@ class OffloadSetting(ModuleSetting):
             if watchers
             else "updates run beside the next step"
         )
-        if why:
-            details.append(f"no update begins in backward: {why}")
-        elif self.technique.early_updates and updates:
-            details.append(f"updates of {updates[0].number} blocks may begin in backward")
-            for each in updates:
-                each.is_alone = True
-            around = functools.partial(_around_backward, updates)
-            self._undo.append(around_backward(trainer, around))
+        details += self._allow_early(trainer, updates, why)
         if updates and residence.processes is None:
             self._undo.append(patch_method(trainer.strategy.precision_plugin, clip_grad_by_norm))
-        self.show("on", *details, self.note, exactness=self._exactness_on(trainer).value)
+        if self.is_open:
+            details.append(self._allow_correction(trainer, pl_module, self._handle))
+        self._details = details
+        self._show(trainer, self._handle)
+
+    def _show(self, trainer: Any, handle: OffloadingHandle) -> None:
+        details = [*handle.changes, *handle.skipped, *self._details, self.note]
+        self.show("on", *details, exactness=self._exactness_on(trainer).value)
+
+    def _allow_correction(self, trainer: Any, pl_module: Any, handle: OffloadingHandle) -> str:
+        """Let the number of blocks be corrected; return what stands against it."""
+        alone = all(
+            updates_each_alone(o) and not getattr(o, "is_paged", False) for o in trainer.optimizers
+        )
+        whys = {
+            "the module steps by itself": not pl_module.automatic_optimization,
+            "the state of the optimizer is not known to be that of each parameter alone": not alone,
+        }
+        why = next((why for why, holds in whys.items() if holds), "")
+        if why:
+            return f"{STAY}, as many as chosen, whatever steps measure: {why}"
+        whys = {
+            "batches are not repeated when memory runs out": not (
+                self.micro_batches.is_passing and self.micro_batches.is_auto
+            ),
+            "`optimizer_in_backward` updates before a batch can be repeated": bool(
+                self.arguments["optimizer_in_backward"]
+            ),
+        }
+        why = next((why for why, holds in whys.items() if holds), "")
+        is_planned = self.arguments["budget"] is not None
+        self._correction = ResidentCorrection(
+            handle,
+            self._correct,
+            0 if why or is_planned else self._block_bytes,
+            is_watched=not is_planned,
+        )
+        self.micro_batches.relief = self._correction
+        self._undo.append(self.micro_batches.forget_relief)
+        return "" if is_planned or not why else f"never more {STAY} than chosen: {why}"
+
+    def watch(self, trainer: Any, *, is_start: bool) -> None:
+        """Correct how many blocks stay on the device by what CUDA's allocator has measured."""
+        if self._correction is not None:
+            self._correction.watch(trainer, is_start=is_start)
+
+    def leave(self, trainer: Any, why: str) -> bool:
+        """Let some blocks leave the device that were chosen to stay there, if there are any."""
+        return self._correction is not None and self._correction.leave(trainer, why)
+
+    def _correct(self, trainer: Any, number: int, why: str) -> bool:
+        handle = self._handle
+        assert handle is not None, "it is on"
+        before = handle.num_resident
+        if number == before or not self._fits_host(handle.target, number):
+            return False
+        handle.keep_on_device(number, trainer.optimizers)
+        number = handle.num_resident
+        if number == before:
+            return False
+        if number > before:
+            self.micro_batches.expect_more()
+        self.technique = dataclasses.replace(self.technique, resident=number)
+        self._is_corrected = True
+        how = f"{number} of {handle.num_blocks} {STAY}, no longer {before}: {why}"
+        self.note = f"corrected: {how}"
+        self._show(trainer, handle)
+        self.when_corrected(f"what was predicted is for {before} resident blocks")
+        log_info(trainer, f"{self.name}: {how}.")
+        return True
+
+    # Without a budget, half of what is free by now is enough for what is to come.
+    def _fits_host(self, pl_module: Any, number: int) -> bool:
+        held, limit = self.technique.host_bytes(pl_module)
+        needed, _ = dataclasses.replace(self.technique, resident=number).host_bytes(pl_module)
+        return needed - (held if self.technique.host_budget is None else 0) <= limit
+
+    @property
+    def corrected(self) -> dict[str, Any]:
+        """The argument with the number of blocks that is in force, where it was corrected."""
+        given = Offloading.from_value(self.arguments[self.name]) if self._is_corrected else None
+        if given is None:
+            return {}
+        return {self.name: dataclasses.replace(given, resident=self.technique.resident)}
+
+    def _allow_early(self, trainer: Any, updates: Sequence[EarlyUpdates], why: str) -> list[str]:
+        """Let updates begin in backward if nothing stands against it; say what of it is on."""
+        if why:
+            return [f"no update begins in backward: {why}"]
+        if not (self.technique.early_updates and updates):
+            return []
+        for each in updates:
+            each.is_alone = True
+        around = functools.partial(_around_backward, updates)
+        self._undo.append(around_backward(trainer, around))
+        return [f"updates of {updates[0].number} blocks may begin in backward"]
 
     def _why_not_early(self, trainer: Any, pl_module: Any, optimizers: Sequence[Any]) -> str:
         if not self.technique.early_updates:
@@ -253,7 +354,7 @@ class OffloadSetting(ModuleSetting):
 
     def undo(self) -> None:
         """Restore the module on the host, where Lightning moves it; a second call does nothing."""
-        handle = self._handle
+        handle, self._correction = self._handle, None
         if handle is not None and handle.residence is not None:
             handle.residence.stay_on_host()
         super().undo()

@@ -15,7 +15,7 @@ from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
-from lightning_memsave.techniques.offloading.technique import trains_offloaded
+from lightning_memsave.techniques.offloading.host_updates import trains_offloaded
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
 from lightning_memsave.trainer.trainer import convert_loaded_optimizer_states, unfreezes_later
 

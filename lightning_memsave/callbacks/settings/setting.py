@@ -153,6 +153,9 @@ class Setting(ABC):
     def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
         """Apply of what is on what needs the set-up model, in ``on_fit_start``."""
 
+    def watch(self, trainer: Any, *, is_start: bool) -> None:  # noqa: B027 - as above
+        """Look at memory before each training batch, and after it."""
+
     def show(self, status: Any, *details: str, exactness: str = "") -> None:
         self.rows = [Row(self.name, self.value, status, tuple(filter(None, details)), exactness)]
 
@@ -296,6 +299,11 @@ class Settings:
     def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
         chosen = [s for s in self._settings if s.is_on and not s.has_yielded]
         return self._do(lambda s: s.start(trainer, pl_module), chosen)
+
+    def watch(self, trainer: Any, *, is_start: bool) -> None:
+        for setting in self._settings:
+            if setting.is_on:
+                setting.watch(trainer, is_start=is_start)
 
     def _do(self, function: Callable[[Setting], None], chosen: Iterable[Setting]) -> list[Problem]:
         problems: list[Problem] = []

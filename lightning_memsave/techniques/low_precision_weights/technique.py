@@ -41,7 +41,7 @@ from lightning_memsave.techniques.parameter_names import (
     problems_of_patterns,
     unmatched_patterns,
 )
-from lightning_memsave.techniques.residences import residence_with
+from lightning_memsave.techniques.residences import residence_among, residence_with
 from lightning_memsave.units import format_bytes
 
 _RULES = ("norm", "vector", "pattern", "shared memory")
@@ -348,10 +348,12 @@ def _with_layers_only(
 def _send_in_bfloat16(
     target: nn.Module, params: list[nn.Parameter], left: str, *, is_split: bool
 ) -> Handle[nn.Module]:
-    homes = {param: residence for param in params if (residence := residence_with(param))}
+    homes = [param for param in params if residence_with(param) is not None]
+    residence = residence_among(homes)
 
+    # Also what stays on the device, as it may come to wait on the host.
     def send_as(dtype: torch.dtype, *, is_split: bool = False) -> None:
-        for param, residence in homes.items():
+        for param in params if homes else ():
             residence.set_device_dtype(param, dtype, is_split=is_split)
 
     send_as(torch.bfloat16, is_split=is_split)

@@ -20,6 +20,7 @@ from lightning_memsave.techniques.host_weight import (
 )
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.offloading.weights import is_plain, shared_parameters
 
 aten: Any = torch.ops.aten
 _LEFT_OUT = 'leave out `"embeddings"`'
@@ -237,6 +238,29 @@ def forward(self: Any, input: Tensor) -> Tensor:
         return plain
     found: Tensor = host.look_up(self, input)
     return found
+
+
+def choose_tables(model: nn.Module, min_bytes: int) -> tuple[list[nn.Parameter], list[str]]:
+    """Return the large weights of tables, and texts about heads that are weights as all others."""
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(m.weight) for m in model.modules() if is_asking(m)} - looked_up
+    sharing = shared_parameters(model)
+    large = [
+        param
+        for param in model.parameters()
+        if id(param) in looked_up | heads
+        and param.requires_grad
+        and is_plain(param)
+        and param not in sharing
+        and param.nbytes >= min_bytes
+    ]
+    problems = {param: table_problems(model, param) for param in large if id(param) in heads}
+    left = [
+        f"a head as all other weights: {why[0].what}: {why[0].why}"
+        for why in problems.values()
+        if why
+    ]
+    return [param for param in large if not problems.get(param)], left
 
 
 def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:

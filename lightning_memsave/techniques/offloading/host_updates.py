@@ -43,6 +43,7 @@ from lightning_memsave.techniques.optimizer_step import (
     step_without_hooks,
     updates_each_alone,
 )
+from lightning_memsave.techniques.residences import residence_among
 from lightning_memsave.techniques.tiled_steps import is_tiled, step_in_tiles, step_whole
 
 Clip = Callable[[list[nn.Parameter]], None]
@@ -380,6 +381,18 @@ def _unscale_landed(
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
     owners = owners_of(optimizer)
     return next((each for each in owners if isinstance(each, HostUpdates)), None)
+
+
+def trains_offloaded(optimizer: Optimizer) -> bool:
+    return residence_among(parameters_of(optimizer)) is not None
+
+
+# LBFGS joins all gradients in one tensor, which can be on one device only.
+def couples_devices(optimizer: Optimizer, residence: Residence) -> bool:
+    params = [p for p in parameters_of(optimizer) if p.requires_grad]
+    is_mixed = any(residence.part_of(param) is None for param in params)
+    is_on_gpu = any(map(on_cuda, params)) or residence.device.type == "cuda"
+    return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu
 
 
 def _double(

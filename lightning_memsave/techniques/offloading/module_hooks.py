@@ -3,46 +3,69 @@
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.patching import (
     BEFORE_COPIES,
     patch_method,
     previous_method,
     set_own,
 )
-from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.residence import PART, Residence
 from lightning_memsave.techniques.residences import residence_of, set_residence
 
 
-def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
-    """Let the passes of a model move its parameters."""
-    params = [param for part in residence.all_parts for param in part.params]
+def move_with(
+    model: nn.Module, residence: Residence, blocks: Sequence[Block]
+) -> list[Callable[[], None]]:
+    """Let the passes of a model move its parameters, but for those of blocks: see `move_blocks`."""
+    params = [param for part in (*residence.tables, residence.rest) for param in part.params]
     undo = set_residence(model.modules(), params, residence)
-    blocks = [module for module in model.modules() if residence.is_block(module)]
-    inside = {id(m) for block in blocks for m in block.modules()}
+    in_blocks = {id(m) for block in blocks for m in block.module.modules()}
     for module in model.modules():
         undo += [
             set_own(module, BEFORE_COPIES, residence.complete),
             module.register_state_dict_pre_hook(_wait).remove,
             module.register_load_state_dict_pre_hook(_before_load).remove,
         ]
-        if residence.is_block(module):
-            hooks: tuple[Any, Any] = (_before_block, _after_block)
-        elif id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
-            hooks = (_before_module, _after_module)
-        else:
-            continue
-        undo += [
-            module.register_forward_pre_hook(hooks[0]).remove,
-            module.register_forward_hook(hooks[1], always_call=True).remove,
-        ]
+        if id(module) not in in_blocks:
+            undo += _around_module(module)
     return [*undo, patch_method(model, _apply)]
+
+
+def move_blocks(
+    residence: Residence, blocks: Sequence[Block], parts: Sequence[Part]
+) -> list[Callable[[], None]]:
+    """Let the first blocks move their parts; the others are modules like all that are in none."""
+    on_host, others = blocks[: len(parts)], blocks[len(parts) :]
+    undo = set_residence((), [param for part in parts for param in part.params], residence)
+    for block, part in zip(on_host, parts, strict=True):
+        undo += [
+            set_own(block.module, PART, part),
+            block.module.register_forward_pre_hook(_before_block).remove,
+            block.module.register_forward_hook(_after_block, always_call=True).remove,
+        ]
+    inside = {id(m) for block in on_host for m in block.module.modules()}
+    for module in {id(m): m for block in others for m in block.module.modules()}.values():
+        if id(module) not in inside:
+            undo += _around_module(module)
+    return undo
+
+
+def _around_module(module: nn.Module) -> list[Callable[[], None]]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
+    return [
+        module.register_forward_pre_hook(_before_module).remove,
+        module.register_forward_hook(_after_module, always_call=True).remove,
+    ]
 
 
 # Module-level functions, which copies of a module share without moving the original's parameters.

@@ -14,7 +14,7 @@ from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.optimizers import parameters_of
-from lightning_memsave.core.patching import own, set_own
+from lightning_memsave.core.patching import own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
 from lightning_memsave.techniques.flat_memory import is_in_piece
@@ -27,7 +27,8 @@ from lightning_memsave.techniques.optimizer_step import around_all_steps
 from lightning_memsave.techniques.optimizer_step import owners_of as owners_of_step
 
 _NO_TASK = -1
-_PART = "_memsave_part"
+PART = "_memsave_part"
+"""Of blocks that wait on the host: references to modules would keep the model alive."""
 
 
 class Residence:
@@ -63,24 +64,23 @@ class Residence:
         owners = owners_of(params, model, blocks)
         make = functools.partial(Part, memory=self.memory, processes=processes)
         self.rest = make([p for p in params if owners[p] is None])
-        is_streamed = num_on_device is not None
+        self._make_part = functools.partial(make, is_streamed=num_on_device is not None)
         self._num_ahead = 1 if num_on_device is None else num_on_device - 1
         self.parts = [self.rest]
         for block in blocks:
-            self.parts.append(
-                make([p for p in params if owners[p] is block], is_streamed=is_streamed)
-            )
+            self.parts.append(self._make_part([p for p in params if owners[p] is block]))
         """In the order in which a step needs them."""
-        self.tables = [self._part_of_table(table) for table in tables]
+        self.tables = [self._with_gradients(make, [table]) for table in tables]
         """Of embeddings, which stay on the host."""
         self.gradient_bytes = 0
         """The most that autograd has made for the gradients of tables, beside ``memory``."""
         self._part_of = {id(param): part for part in self.all_parts for param in part.params}
+        self._device_dtypes: dict[int, tuple[torch.dtype, bool]] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._came: list[Part] = []
         self._entered: list[Part] = []  # that are on the device, and some that were
-        self._following: list[Part] = []  # that were sent ahead
-        self._left: list[Part] = []  # in backward, while the graph may still have held weights
+        # Those that were sent ahead, and in backward, while the graph may still have held weights.
+        self._following, self._left = list[Part](), list[Part]()
         self._depth = 0
         self._has_graph = False
         self._uses: list[weakref.ref[Any]] = []  # of weights, after the model has returned
@@ -97,12 +97,16 @@ class Residence:
         return copies_for(tensor, self.worker, self.memory)
 
     # Autograd adds to the gradient from before, where it is.
-    def _part_of_table(self, table: nn.Parameter) -> Part:
-        grad, table.grad = table.grad, None
-        part = Part([table], self.memory)
-        if grad is not None:
-            with host_copies():
-                table.grad = grad.to("cpu", copy=True)
+    @staticmethod
+    def _with_gradients(make: Callable[..., Part], params: Sequence[nn.Parameter]) -> Part:
+        grads = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        part = make(params)
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                with host_copies():
+                    param.grad = grad.to("cpu", copy=True)
         return part
 
     @property
@@ -110,15 +114,36 @@ class Residence:
         """The parts, also those that stay on the host."""
         return [*self.tables, *self.parts]
 
-    def start(self, blocks: Sequence[Block]) -> list[Callable[[], None]]:
+    def start(self) -> list[Callable[[], None]]:
         self._watch_trained()
-        # Blocks have their parts: references to modules would keep the model alive.
-        pairs = zip(blocks, self.parts[1:], strict=True)
-        undo = [set_own(block.module, _PART, part) for block, part in pairs]
-        return [*undo, self._stop_watching, *self._watch_steps()]
+        return [self._stop_watching, *self._watch_steps()]
 
-    def is_block(self, module: nn.Module) -> bool:
-        return own(module, _PART) in self.parts
+    def let_go(self, part: Part) -> None:
+        """Let the parameters of a block stay on the device from now on, all or none."""
+        grads = [param.grad for param in part.params]
+        try:
+            part.release(self.device)
+        except BaseException:
+            part.stay()
+            for param, grad in zip(part.params, grads, strict=True):
+                param.grad = None
+                param.grad = grad
+            raise
+        self.parts.remove(part)
+        for param in part.params:
+            del self._part_of[id(param)]
+            self._watched.pop(id(param), lambda: None)()
+
+    def take_in(self, params: Sequence[nn.Parameter]) -> Part:
+        """Let the parameters of one more block, the last one, wait on the host from now on."""
+        part = self._with_gradients(self._make_part, params)
+        for param in params:
+            if (known := self._device_dtypes.get(id(param))) is not None:
+                part.set_device_dtype(param, known[0], is_split=known[1])
+        self.parts.append(part)
+        self._part_of |= {id(param): part for param in params}
+        self._watch_trained()
+        return part
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
@@ -132,9 +157,14 @@ class Residence:
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
     ) -> None:
-        """Choose the type of a parameter's copy on the device, as `Part.set_device_dtype`."""
+        """Choose the type of a parameter's copy on the device, as `Part.set_device_dtype`.
+
+        One that stays on the device now is copied in this type when it waits on the host.
+        """
         self.finish()
-        self._part_of[id(param)].set_device_dtype(param, dtype, is_split=is_split)
+        self._device_dtypes[id(param)] = dtype, is_split
+        if (part := self.part_of(param)) is not None:
+            part.set_device_dtype(param, dtype, is_split=is_split)
 
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
@@ -343,7 +373,7 @@ class Residence:
 
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
-        part = own(block, _PART)
+        part = own(block, PART)
         if _is_in_backward():  # recomputed by somebody else's checkpoint, which calls the block
             self._enter(part, -1)
         else:
@@ -353,7 +383,7 @@ class Residence:
             self._came.append(part)
 
     def leave_block(self, block: nn.Module, output: Any) -> Any:
-        part = own(block, _PART)
+        part = own(block, PART)
         if torch.is_grad_enabled() and part.is_streamed:
             map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
             if part is self.parts[-1] or _is_in_backward():  # where backward begins, or is

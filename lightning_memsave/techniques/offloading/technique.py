@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -16,21 +16,28 @@ from lightning_memsave.core.blocks import (
     as_selectors,
     compiled_in,
     find_blocks,
+    owners_of,
 )
-from lightning_memsave.core.memory import is_fake, on_cuda
+from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.optimizers import parameters_of
-from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.core.technique import Exactness, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.host_memory import HostMemory
-from lightning_memsave.techniques.host_weight import is_asking
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
+from lightning_memsave.techniques.offloading.blocks_on_host import BlocksOnHost
 from lightning_memsave.techniques.offloading.copies import copies_for
+from lightning_memsave.techniques.offloading.handle import OffloadingHandle
 from lightning_memsave.techniques.offloading.host_budget import budget_problems, host_budget_bytes
-from lightning_memsave.techniques.offloading.host_table import look_up_on_host, table_problems
+from lightning_memsave.techniques.offloading.host_table import (
+    choose_tables,
+    look_up_on_host,
+    table_problems,
+)
 from lightning_memsave.techniques.offloading.host_updates import (
     HostUpdates,
     UpdatesHandle,
+    couples_devices,
     host_updates_of,
     let_scales_land,
 )
@@ -43,11 +50,9 @@ from lightning_memsave.techniques.offloading.weights import (
     choose_weights,
     first_blocks,
     is_number_of_blocks,
-    is_plain,
     number_of,
     problems_of_number,
     problems_of_trained,
-    shared_parameters,
 )
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import allocates_all_state, in_backward_of
@@ -65,18 +70,6 @@ _NUMBERS = (
     *("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device"),
     "bytes_per_parameter",
 )
-
-
-class OffloadingHandle(Handle[nn.Module]):
-    residence: Residence | None = None
-    """What moves the parameters; ``None`` if there are none."""
-    memory: HostMemory
-    """What holds weights, gradients and activations."""
-
-    def wait(self) -> None:
-        """Let all weights and gradients be on the host, after all updates."""
-        if self.residence is not None:
-            self.residence.wait()
 
 
 @dataclass(frozen=True, repr=False)
@@ -313,19 +306,10 @@ class Offloading(Technique[nn.Module]):
         is_here = not any(map(is_fake, target.parameters()))
         worker = HostWorker(in_background=is_here, num_threads=self.num_threads)
         residence: Residence | None = None
-        changes: list[str] = []
-        skipped: list[str] = []
         undo: list[Callable[[], None]] = [worker.close]
         tables, heads_left = self._tables(target)
-        params, left = self._chosen(target, blocks, tables)
+        params, _ = self._chosen(target, blocks, tables)
         self._refuse(target, params, tables)
-        skipped += heads_left
-        if tables:
-            num_bytes = self._bytes_of(tables)
-            changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
-        elif "embeddings" in self._kinds:
-            skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
-        is_streamed = "parameters" in self._kinds
         if params or tables:
             own_blocks = on_host if params else []
             residence = Residence(
@@ -335,7 +319,7 @@ class Offloading(Technique[nn.Module]):
                 worker,
                 memory,
                 tables=tables,
-                num_on_device=self.num_blocks_on_device if is_streamed else None,
+                num_on_device=self.num_blocks_on_device if "parameters" in self._kinds else None,
                 processes=self.processes,
             )
             undo += [
@@ -343,25 +327,68 @@ class Offloading(Technique[nn.Module]):
                 save_as_autograd_does(),
                 *tell_device(target),
                 residence.release,
-                *residence.start(own_blocks),
-                *move_with(target, residence),
+                *residence.start(),
+                *move_with(target, residence, blocks),
                 *look_up_on_host(target, residence),
             ]
-            changes += self._changes_of(params, len(own_blocks))
-        if num_resident := len(blocks) - len(on_host):
+        copies_of = functools.partial(copies_for, worker=worker, memory=memory)
+        activations = functools.partial(
+            OffloadedActivations, copies_of=copies_of, memory=memory, min_bytes=self.min_bytes
+        )
+        blocks_on_host = BlocksOnHost(
+            blocks,
+            len(on_host),
+            residence,
+            functools.partial(self._weights_of, target, blocks, tables) if params else None,
+            activations if "activations" in self._kinds and blocks else None,
+        )
+        undo.append(blocks_on_host.stop)
+        blocks_on_host.start()
+        describe = functools.partial(self._describe, target, blocks, tables, heads_left)
+        handle = OffloadingHandle(target, *describe(len(blocks) - len(on_host)), undo)
+        handle.residence, handle.memory = residence, memory
+        handle.blocks, handle.describe = blocks_on_host, describe
+        return handle
+
+    def _describe(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        tables: Sequence[nn.Parameter],
+        heads_left: Sequence[str],
+        num_resident: int,
+    ) -> tuple[list[str], list[str]]:
+        """Say what is on the host, and what is not."""
+        technique, num_on_host = replace(self, resident=num_resident), len(blocks) - num_resident
+        params, left = technique._chosen(model, blocks, tables)
+        changes, skipped = [], [*heads_left]
+        if tables:
+            num_bytes = self._bytes_of(tables)
+            changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
+        elif "embeddings" in self._kinds:
+            skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
+        changes += self._changes_of(params, num_on_host)
+        if num_resident:
             skipped.append(f"the last {num_resident} of {len(blocks)} {STAY}")
         if self._kinds & _OF_WEIGHTS and (left or not params):
             skipped.append(f"weights on the device: {left or 'none is trained'}")
-        if "activations" in self._kinds and on_host:
-            copies_of = functools.partial(copies_for, worker=worker, memory=memory)
-            activations = OffloadedActivations(on_host, copies_of, memory, min_bytes=self.min_bytes)
-            changes.append(f"what {len(on_host)} blocks save for backward on the host")
-            undo += activations.start()
+        if "activations" in self._kinds and num_on_host:
+            changes.append(f"what {num_on_host} blocks save for backward on the host")
         elif "activations" in self._kinds and not blocks:
             skipped.append("activations on the device: no repeated block was found")
-        handle = OffloadingHandle(target, changes, skipped, undo)
-        handle.residence, handle.memory = residence, memory
-        return handle
+        return changes, skipped
+
+    def _weights_of(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        tables: Sequence[nn.Parameter],
+        block: Block,
+    ) -> list[nn.Parameter]:
+        """Return the weights of a block that wait on the host when it does."""
+        chosen, _ = replace(self, resident=0)._chosen(model, blocks, tables)
+        owners = owners_of(chosen, model, blocks)
+        return [param for param in chosen if owners[param] is block]
 
     def _refuse(
         self, model: nn.Module, params: Sequence[nn.Parameter], tables: Sequence[nn.Parameter]
@@ -400,25 +427,7 @@ class Offloading(Technique[nn.Module]):
         """Return the weights of tables, and texts about heads that are weights as all others."""
         if "embeddings" not in self._kinds:
             return [], []
-        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        heads = {id(m.weight) for m in model.modules() if is_asking(m)} - looked_up
-        sharing = shared_parameters(model)
-        large = [
-            param
-            for param in model.parameters()
-            if id(param) in looked_up | heads
-            and param.requires_grad
-            and is_plain(param)
-            and param not in sharing
-            and param.nbytes >= self.min_table_bytes
-        ]
-        problems = {param: table_problems(model, param) for param in large if id(param) in heads}
-        left = [
-            f"a head as all other weights: {why[0].what}: {why[0].why}"
-            for why in problems.values()
-            if why
-        ]
-        return [param for param in large if not problems.get(param)], left
+        return choose_tables(model, self.min_table_bytes)
 
     @property
     def has_weights(self) -> bool:
@@ -456,7 +465,7 @@ class Offloading(Technique[nn.Module]):
         if host_updates_of(optimizer) is not None:
             fix = "Undo the first handle."
             problems.append(Problem(what, "it updates in the background already", fix))
-        if residence is not None and _couples(optimizer, residence):
+        if residence is not None and couples_devices(optimizer, residence):
             why = "it couples parameters on the host with others on the device"
             fix = f"Use an optimizer such as AdamW, or set `{self.argument}=None`."
             problems.append(Problem(what, why, fix))
@@ -481,18 +490,6 @@ class Offloading(Technique[nn.Module]):
         # Each process has gradients of its own.
         share = self.bytes_per_parameter / torch.float32.itemsize + num_others
         return int(sum(size * share if is_trained else size for size, is_trained in sizes))
-
-
-def trains_offloaded(optimizer: Optimizer) -> bool:
-    return residence_among(parameters_of(optimizer)) is not None
-
-
-# LBFGS joins all gradients in one tensor, which can be on one device only.
-def _couples(optimizer: Optimizer, residence: Residence) -> bool:
-    params = [p for p in parameters_of(optimizer) if p.requires_grad]
-    is_mixed = any(residence.part_of(param) is None for param in params)
-    is_on_gpu = any(map(on_cuda, params)) or residence.device.type == "cuda"
-    return isinstance(optimizer, torch.optim.LBFGS) and is_mixed and is_on_gpu
 
 
 def _is_valid(what: object) -> bool:

@@ -341,6 +341,12 @@ class UpdatesInBackward(GradientUpdates):
         of_slabs = _NUM_SLABS * self._slab_bytes()  # 0 with tables alone
         return of_slabs or super().bytes_at_a_time
 
+    # Of a block that came to the host later, before the residence takes the gradient.
+    def _take(self, param: nn.Parameter) -> None:
+        residence = self._residence()
+        if residence is None or residence.part_of(param) is None:
+            super()._take(param)
+
     @torch.no_grad()
     def take(self, param: nn.Parameter, part: Part) -> bool:
         optimizer, residence, grad = self._optimizer(), self._residence(), param.grad
