@@ -1,7 +1,7 @@
 """Hooks of a Trainer's user between two steps, which work with weights that wait on the host."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,9 +59,7 @@ class Settled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _SAY_NO_VALUES:
             with torch._C._DisableFuncTorch():
-                shown = [
-                    self._show(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-                ]
+                shown = [self._show(tensor) for tensor in _tensors_in((*args, *kwargs.values()))]
             if any(shown) and func in _GIVE_MEMORY:
                 self._residence.is_watched = True
         return func(*args, **kwargs)
@@ -94,6 +92,15 @@ class Settled(TorchFunctionMode):
 
     def _note_memory(self, part: Any) -> None:
         self._parts |= {param.untyped_storage()._cdata: part for param in part.params}
+
+
+# Most arguments are tensors themselves, and a hook may generate text.
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    for value in arguments:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple | dict):
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 class OnDevice(TorchDispatchMode):
