@@ -1,6 +1,7 @@
 """Hooks of a Trainer's user between two steps, which work with weights that wait on the host."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,7 +58,9 @@ class Settled(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _SAY_NO_VALUES:
+        # A hook may run a whole step, and what is done for it here is not what the hook uses.
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if func not in _SAY_NO_VALUES and not caller.startswith("lightning_memsave."):
             with torch._C._DisableFuncTorch():
                 shown = [self._show(tensor) for tensor in _tensors_in((*args, *kwargs.values()))]
             if any(shown) and func in _GIVE_MEMORY:
