@@ -126,7 +126,7 @@ def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_late(self: HostWorker, work: Any) -> None:
         time.sleep(0.003)
         run(self, work)
-        time.sleep(0.01)
+        time.sleep(0.005)
 
     monkeypatch.setattr(HostWorker, "_run", run_late)
 
