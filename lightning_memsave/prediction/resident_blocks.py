@@ -11,6 +11,10 @@ from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import TrainingStep
 from lightning_memsave.prediction.user_code import build_without_data
+from lightning_memsave.techniques.low_precision_weights.technique import (
+    ON_HOST,
+    LowPrecisionWeights,
+)
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.offloading.weights import AUTO
 from lightning_memsave.techniques.registry import unused_details
@@ -46,6 +50,9 @@ def fill(
     def filled(number: int | None, note: str = "") -> Filled:
         value = None if number is None else replace(offload, resident=number)
         settings = {Offloading.argument: value}
+        low = step.settings.get(LowPrecisionWeights.argument)
+        if value is None and getattr(low, "rounding", low) in ON_HOST:
+            settings[LowPrecisionWeights.argument] = None
         off = unused_details({**step.effective_settings, **settings}, settings)
         settings |= {name: None for name in off if value is None}
         return Filled(settings, predict(step.with_settings(settings)), f"{room_text}: {note}")

@@ -351,6 +351,11 @@ class TestAuto:
         assert callback.prediction is not None
         assert callback.prediction.peak_bytes == peak_of(plain)
 
+    @pytest.mark.parametrize("rounding", ["master", "split"])
+    def test_what_fits_has_no_weights_in_16_bits_of_those_on_the_host(self, rounding):
+        lit, callback = lit_of_steps(), auto(low_precision_weights=rounding, **BF16)
+        assert_same(fit(lit, callback), fit(lit, only(None, **BF16)))
+
     @pytest.mark.parametrize("settings", [{}, IN_BACKWARD, {"activation_checkpointing": "all"}])
     @pytest.mark.parametrize("share", [0.6, 0.9])
     def test_as_many_blocks_stay_as_fit(self, monkeypatch, settings, share):
