@@ -294,7 +294,7 @@ def run(name: str, device: str) -> Found:
     memsave = MemSaveCallback(**{**chosen.settings, "report": False, "predict": 60})
     memsave.monitor = None  # the clock measures
     if chosen.limit_mib is not None and is_cuda:
-        model.cpu()  # where a GPU would have made its weights faster
+        model.cpu()  # its weights were made on the GPU, which is faster
         limit_to(chosen.limit_mib)
     num_batches = (num_warmup + num_steps + is_cuda) * accumulated
     num_tokens = batches[0]["input_ids"].numel() if "input_ids" in batches[0] else 0

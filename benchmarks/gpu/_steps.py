@@ -112,7 +112,7 @@ STEPS = (
             ("early updates", "H200, updates ending in the step: 2.65 s; all are taken back"),
             ("below the bound", "less than with clipping"),
             ("below the bound, early updates", "less than without early updates"),
-            ("8-bit", "H200, updates ending in the step: 3.59 s; now about 1 s"),
+            ("8-bit", "H200, updates ending in the step: 3.59 s"),
         )
     ),
     _fit(

@@ -50,6 +50,7 @@ def fill(
     def filled(number: int | None, note: str = "") -> Filled:
         value = None if number is None else replace(offload, resident=number)
         settings = {Offloading.argument: value}
+        # Without weights on the host there is none to round from.
         low = step.settings.get(LowPrecisionWeights.argument)
         if value is None and getattr(low, "rounding", low) in ON_HOST:
             settings[LowPrecisionWeights.argument] = None

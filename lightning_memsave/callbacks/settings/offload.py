@@ -179,7 +179,7 @@ class OffloadSetting(ModuleSetting):
         if self._handle is None or residence is None:
             self.add_details(self.note)
             return
-        # What one process uses in other hooks, `work_with_hook` sees.
+        # `work_with_hook` sees what other hooks use, but not what they do to other processes.
         unseen = ("optimizer_step",) if residence.processes is None else _BETWEEN_STEPS
         watchers = [o for hook in unseen for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
