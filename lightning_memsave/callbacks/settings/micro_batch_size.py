@@ -21,6 +21,7 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     read_micro_batching,
     reasons_against,
     refusal_of,
+    try_step,
     unnoticed,
     warn_of_batch_norm,
     warn_of_retry,
@@ -285,12 +286,13 @@ class MicroBatchSetting(Setting):
         if self._probe.allocates(phase_of(trainer)):
             self._allocate_state(trainer, optimizer)
 
-    # Nothing is updated yet where memory runs out.
+    # Nothing is updated yet where memory runs out, as it could in the step.
     def _allocate_state(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
         outside, relief = sys.exception(), self.relief
         while relief is not None:
             try:
                 allocate_state(optimizer)
+                try_step(optimizer)
                 return
             except Exception as error:
                 if find_out_of_memory(error, outside) is None:

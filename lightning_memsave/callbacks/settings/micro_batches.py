@@ -25,6 +25,7 @@ from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatc
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, PassPart
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.optimizer_kinds import is_of_torch
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import (
     alone,
@@ -157,6 +158,17 @@ def failed_rank(num_samples: int | None, where: str, advice: str) -> MemoryExhau
         f"{advice or f'Pass `micro_batch_size={size}`.'} Resume from the last checkpoint with "
         "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
     )
+
+
+def try_step(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate, and free, what torch's ``foreach`` updates need for a moment: a copy of a group."""
+    if type(optimizer) is torch.optim.SGD or not is_of_torch(optimizer):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("foreach") is False:
+            continue
+        copies = [torch.empty_like(p) for p in group["params"] if p.is_cuda and p.grad is not None]
+        del copies
 
 
 def part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
