@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,13 @@ class StepProfile(LiveTensors):
     to the module whose forward created the running node of the autograd graph, found by the node's
     sequence number. Gradients and optimizer state belong to the owner of their parameter.
     """
+
+    # Torch guards each call of a mode against its compiler, which does not run here.
+    __torch_dispatch__ = inspect.unwrap(LiveTensors.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
     def __init__(
         self,

@@ -67,8 +67,9 @@ def empty_like_all(
         starts.append(start)
         end, before = start + form.numel() * dtype.itemsize, place
     piece = torch.empty(aligned(end), dtype=torch.uint8, device=device)
+    views = {dtype: piece.view(dtype) for dtype in {*dtypes}}
     return piece, [
-        tensor_in(piece, start, form, dtype)
+        views[dtype].as_strided(form.shape, form.stride(), start // dtype.itemsize)
         for start, (form, dtype) in zip(starts, pairs, strict=True)
     ]
 

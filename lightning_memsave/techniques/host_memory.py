@@ -48,13 +48,15 @@ class HostMemory:
         Each result has a storage of its own, so that checkpoints treat it like any tensor.
         """
         dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
+        are_fake = any(map(is_fake, tensors))
+        device = "cpu" if are_fake else "meta"
         with torch.inference_mode(mode=False), host_copies():  # also for modes that change types
             # Without gaps, in the order of the given tensor.
             forms = [
-                torch.empty_like(tensor, dtype=dtype, device="meta")
+                torch.empty_like(tensor, dtype=dtype, device=device)
                 for tensor, dtype in zip(tensors, dtypes, strict=True)
             ]
-            return _fake(forms) if any(map(is_fake, tensors)) else self._carve(forms)
+            return _apart(forms) if are_fake else self._carve(forms)
 
     def lock(self, device: torch.device | None = None) -> None:
         """Lock the pages of all memory, also of what is allocated later, for a GPU.
@@ -110,15 +112,16 @@ def _places(forms: Sequence[Tensor]) -> tuple[list[int], int]:
     return starts[:-1], starts[-1]
 
 
-# Their memory is not in one piece, but copied as if it were: a tensor on `meta` does not count.
-def _fake(forms: Sequence[Tensor]) -> list[Tensor]:
-    offsets, end = _places(forms)
+# The memory of fake tensors is not in one piece, but copied as if it were: a tensor on `meta` does
+# not count.
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    offsets, end = _places(tensors)
     piece = torch.empty(end, dtype=torch.uint8, device="meta")
     mark_as_host(piece)
-    found = [_empty(form) for form in forms]
-    for made, offset in zip(found, offsets, strict=True):
-        note_piece(made, piece, offset)
-    return found
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        mark_as_host(tensor)
+        note_piece(tensor, piece, offset)
+    return tensors
 
 
 def _view(memory: Any, form: Tensor, offset: int, piece: Tensor) -> Tensor:

@@ -347,6 +347,10 @@ class KnownValues(TorchDispatchMode):
             )
 
 
+_OF_NUMBERS = frozenset((torch.tensor, torch.as_tensor))
+_PAD = torch._C._VariableFunctions._pad_packed_sequence
+
+
 class KnownInFunctions(TorchFunctionMode):
     """Passes known values to torch functions that read memory below the dispatcher."""
 
@@ -358,11 +362,11 @@ class KnownInFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], list | tuple):
+        if func in _OF_NUMBERS and isinstance(args[0], list | tuple):
             args = (tree_map_only(FakeTensor, _number_of, args[0]), *args[1:])
-        elif getattr(func, "__name__", "") == "_pad_packed_sequence":
+        elif func is _PAD:
             return padded_sequence(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 # A torch that is built with CUDA takes fake tensors to a GPU that is not there, without counting

@@ -24,27 +24,28 @@ class HostBuffers:
         self.num_bytes = 0
         """Bytes of all that is in use or free."""
         self._memory = memory
-        # Garbage collection may append at any time.
-        self._free: list[Tensor] = []
+        # With their bytes. Garbage collection may append at any time.
+        self._free: list[tuple[int, Tensor]] = []
 
     def take(self, flat: Tensor, copies: Copies) -> Tensor:
         """Give the smallest free memory in which a tensor has room."""
-        sizes = [buffer.nbytes for buffer in self._free]
-        fitting = [index for index, size in enumerate(sizes) if size >= flat.nbytes]
+        needed = flat.nbytes
+        sizes = [(size, index) for index, (size, _) in enumerate(self._free)]
+        fitting = [found for found in sizes if found[0] >= needed]
         if fitting:
-            return self._free.pop(min(fitting, key=sizes.__getitem__))
+            return self._free.pop(min(fitting)[1])[1]
         if sizes:
             copies.synchronize()
-            self.num_bytes -= self._free.pop(sizes.index(max(sizes))).nbytes
-        self.num_bytes += flat.nbytes
+            self.num_bytes -= self._free.pop(max(sizes)[1])[0]
+        self.num_bytes += needed
         return self._memory.tensors_like([flat])[0]
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free.append(buffer)
+        self._free.append((buffer.nbytes, buffer))
 
     def clear(self) -> None:
         """Free what nobody uses; no copy may run."""
-        self.num_bytes -= sum(buffer.nbytes for buffer in self._free)
+        self.num_bytes -= sum(size for size, _ in self._free)
         self._free.clear()
 
 
