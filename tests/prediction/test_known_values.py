@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.prediction.fake import values as known_values
 from lightning_memsave.prediction.fake.tensors import FakeTensors, clone_batch, fake_tensors
@@ -69,6 +70,13 @@ class TestKnown:
         assert torch.arange(4).sum().item() == 6
         assert torch.tensor([1.5, 2.5]).tolist() == [1.5, 2.5]
         assert torch.linspace(0, 1, 3).tolist() == [0, 0.5, 1]
+        assert fakes.guesses == ()
+
+    def test_memory_that_nobody_wrote_yet_is_zero(self, fakes):
+        for _ in range(8):  # of which some has been written before
+            with _disable_current_modes():
+                torch.full((1000,), 7)
+            assert torch.empty(1000, dtype=torch.long).sum().item() == 0
         assert fakes.guesses == ()
 
     def test_changes_in_place(self, fakes):

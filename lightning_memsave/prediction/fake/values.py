@@ -300,7 +300,7 @@ class KnownValues(TorchDispatchMode):
                 known = lengths.tolist()
             return packed_sequence(args[0], known)
         if is_known:
-            self._note_random(args, kwargs)
+            self._note_random(*args, *kwargs.values())
             with _disable_current_modes():
                 real = func(*_values(args), **_values(kwargs))
             return tree_map_only(Tensor, self.make, real)
@@ -319,10 +319,10 @@ class KnownValues(TorchDispatchMode):
     def _compute(func: Any, args: Any, kwargs: Any, result: Any) -> None:
         with _disable_current_modes():
             real = func(*_values(args), **_values(kwargs))
-        fakes, reals = tree_leaves(result), tree_leaves(real)
-        if "empty" in func._schema.name:
-            reals = [value.zero_() for value in reals]  # correct code writes before it reads
-        if _is_random(args, kwargs):
+            fakes, reals = tree_leaves(result), tree_leaves(real)
+            if "empty" in func._schema.name:  # correct code writes before it reads
+                reals = [value.zero_() for value in reals]
+        if _is_random(*args, *kwargs.values()):
             for value in reals:
                 mark_placeholder(value)
         for fake, value in zip(fakes, reals, strict=True):
@@ -429,7 +429,7 @@ def mark_placeholder(value: Any) -> None:
 
 
 def _is_random(*arguments: Any) -> bool:
-    return any(hasattr(leaf, _RANDOM) for leaf in tree_leaves(_values(arguments)))
+    return any(hasattr(value, _RANDOM) for value in operands(_values(arguments)))
 
 
 def _copy(value: Tensor) -> Tensor:
@@ -470,5 +470,12 @@ def _is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
+# What operators take is nested in few ways, for which torch's `tree_map` is slow.
 def _values(arguments: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: getattr(tensor, _VALUE, tensor), arguments)
+    if isinstance(arguments, Tensor):
+        return getattr(arguments, _VALUE, arguments)
+    if isinstance(arguments, list | tuple):
+        return [*map(_values, arguments)]
+    if isinstance(arguments, dict):
+        return {name: _values(value) for name, value in arguments.items()}
+    return arguments
