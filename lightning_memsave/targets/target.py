@@ -28,8 +28,8 @@ _SHORT = {
 }  # fmt: skip
 _HOW = (
     'Write "8x512" for samples x tokens of a Hugging Face model, describe each tensor: '
-    '"x=float32[8,3,224,224],y=int64[8]" (without names for a tuple), or name a function that '
-    'returns the batch: "file.py:function".'
+    '"x=float32[8,3,224,224],y=int64[8]" (without names for a tuple, and "int64[8,512]," for one '
+    'of a single tensor), or name a function that returns the batch: "file.py:function".'
 )
 
 
@@ -88,7 +88,8 @@ class BatchSpec:
         if isinstance(self.structure, Mapping):
             return ",".join(f"{name}={value}" for name, value in self.structure.items())
         if isinstance(self.structure, tuple):
-            return ",".join(map(str, self.structure))
+            comma = "," if len(self.structure) == 1 else ""
+            return ",".join(map(str, self.structure)) + comma
         return str(self.structure)
 
 
@@ -99,7 +100,8 @@ def parse_sizes(text: str) -> tuple[int, ...] | None:
 
 
 def parse_batch(text: str) -> BatchSpec:
-    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", text.strip())]
+    is_tuple = text.strip().endswith(",")  # of one, as in Python
+    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", text.strip().removesuffix(","))]
     if parts == [""]:
         raise ConfigurationError(f"Batch {text!r} has no tensor. {_HOW}")
     named = [part.partition("=") for part in parts]
@@ -111,7 +113,7 @@ def parse_batch(text: str) -> BatchSpec:
     if any(equals for _, equals, _ in named):
         raise ConfigurationError(f"Batch {text!r} has tensors with a name and without. {_HOW}")
     tensors = tuple(map(_parse_tensor, parts))
-    return BatchSpec(tensors if len(tensors) > 1 else tensors[0])
+    return BatchSpec(tensors if is_tuple or len(tensors) > 1 else tensors[0])
 
 
 def checked(spec: TensorSpec) -> TensorSpec:

@@ -661,6 +661,7 @@ class TestBatchSpec:
         [
             ("float32[2,3]", torch.Tensor),
             ("float32[2,3],int64[2]", tuple),
+            ("float32[2,3],", tuple),
             ("x=float32[2x3]", dict),
         ],
     )
@@ -668,7 +669,7 @@ class TestBatchSpec:
         assert isinstance(make_batch_spec(text).build(), kind)
 
     def test_text_of_a_spec_reads_back(self):
-        for text in ("float32[2,3]", "x=int64[2]<7", "float32[2],int64[2]"):
+        for text in ("float32[2,3]", "x=int64[2]<7", "float32[2],int64[2]", "float32[2],"):
             spec = make_batch_spec(text)
             assert make_batch_spec(str(spec)) == spec
 
