@@ -348,7 +348,6 @@ class KnownValues(TorchDispatchMode):
 
 
 _OF_NUMBERS = frozenset((torch.tensor, torch.as_tensor))
-_PAD = torch._C._VariableFunctions._pad_packed_sequence
 
 
 class KnownInFunctions(TorchFunctionMode):
@@ -364,7 +363,7 @@ class KnownInFunctions(TorchFunctionMode):
     ) -> Any:
         if func in _OF_NUMBERS and isinstance(args[0], list | tuple):
             args = (tree_map_only(FakeTensor, _number_of, args[0]), *args[1:])
-        elif func is _PAD:
+        elif getattr(func, "__name__", "") == "_pad_packed_sequence":
             return padded_sequence(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
