@@ -496,8 +496,8 @@ def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes
     largest = sum(p.numel() for p in find_blocks(lit)[0].module.parameters())
     if "optimizer_in_backward" in settings:  # gradients of two blocks
         needed += 2 * (2 if "low_precision_weights" in settings else 4) * largest
-    if "optimizer" in settings:  # 8-bit state of a block, while it is moved
-        needed += 2 * largest
+    if "optimizer" in settings:  # 8-bit state of a weight, while it is moved
+        needed += 2 * max(p.numel() for p in lit.parameters())
     with pytest.raises(IncompatibleError, match=f"host_budget={needed}`"):
         fit(lit, only(host_budget=needed - 1, **how))
 
