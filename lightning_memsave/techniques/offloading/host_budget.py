@@ -76,13 +76,13 @@ def bytes_of_form(
 ) -> int:
     """Reckon what weights need in this form, beyond what all of their elements do.
 
-    Gradients of ``parts`` come to the host, those of a part together. Those of ``tables`` are made
-    there, in float32: by look-ups one at a time, and by a head in memory of its own. State moves in
-    the first update, when a resumed fit has that of all weights. Left out are tiles, and the pieces
-    of at most 64 MiB through which gradients come.
+    Gradients of a part come to the host together; those of tables are made there, in float32: by
+    look-ups one at a time, and by a head in memory of its own. State moves in the first update,
+    when a resumed fit has all of it. Left out are 64 MiB through which gradients come, and tiles.
     """
     looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    heads = {module.weight for module in model.modules() if is_asking(module)}.intersection(tables)
+    asking = {module.weight for module in model.modules() if is_asking(module)}
+    heads = {table for table in tables if table in asking}
     made = looked_up.intersection(tables if form.in_backward else heads)
     held = 2 * form.in_backward * max(map(num_elements, parts), default=0)
     held += 4 * bool(form.in_backward) * num_elements(heads) - form.copy * num_elements(tables)

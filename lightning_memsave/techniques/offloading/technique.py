@@ -122,8 +122,7 @@ class Offloading(Technique[nn.Module]):
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
             its gradient and AdamW's state, where ``host_budget`` is checked.
-        form: What some weights are reckoned to need beyond that, as `MemSaveCallback` knows it
-            from its other arguments.
+        form: What `MemSaveCallback` knows of its other arguments, where that is checked.
         processes: The processes of this machine that share weights and optimizer state, as
             `MemSaveCallback` has them under DDP; ``None`` for one process.
 
