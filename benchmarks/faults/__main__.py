@@ -31,7 +31,7 @@ from benchmarks.faults._attack import (
     kill_and_resume,
 )
 from benchmarks.faults._environment import FAULTS, disturb
-from benchmarks.faults._fits import all_cases
+from benchmarks.faults._fits import PRESETS, all_cases
 from tests.awkward_projects import all_projects
 
 OF_MEMORY_AND_KILLS = ("right", "wrong", "hung", "lost with advice", "lost without advice")
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plans", action="store_true", help="attack fits with a budget instead")
     parser.add_argument("--modules", action="store_true", help="train awkward modules instead")
     parser.add_argument("--ranks", action="store_true", help="kill one of two processes instead")
+    parser.add_argument("--preset", choices=PRESETS, help="attack only fits with these settings")
     parser.add_argument("--injections", type=int, help="over all cases; 1,000, of plans 300")
     parser.add_argument("--kills", type=int, help="over all cases; 100, of plans and ranks 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
@@ -92,7 +93,7 @@ def _attack_cases(
 ) -> list[dict[str, Any]]:
     attacks = _good_cases(arguments, "faults_cpu", "attacks")
     done = {attack["case"] for attack in attacks}
-    cases, commit = all_cases(), provenance()["commit"]
+    cases, commit = all_cases(arguments.preset), provenance()["commit"]
     names = [str(case) for case in cases]
     for index, case in enumerate(cases):
         if str(case) in done:
@@ -143,7 +144,7 @@ def _write(
 
 
 def _disturb_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    cases, disturbed = all_cases(), []
+    cases, disturbed = all_cases(arguments.preset), []
     for index, case in enumerate(cases):
         numbers = _share(arguments.environment, len(cases), index)
         for number in numbers:

@@ -177,11 +177,12 @@ class Case:
         return f"{self.model}, {self.preset}, accumulate {self.accumulate}{clip}"
 
 
-def all_cases() -> list[Case]:
+def all_cases(preset: str | None = None) -> list[Case]:
     """List every model with every preset, accumulation and clipping that is not refused."""
+    presets = [*PRESETS] if preset is None else [preset]
     return [
         case
-        for case in itertools.starmap(Case, itertools.product(MODELS, PRESETS, (1, 2), (None, 0.5)))
+        for case in itertools.starmap(Case, itertools.product(MODELS, presets, (1, 2), (None, 0.5)))
         if not (case.clip and case.preset in _NOT_CLIPPED)
         and not (case.model == "convolutions" and case.preset in _NOT_OF_CONVOLUTIONS)
     ]

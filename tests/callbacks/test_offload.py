@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ pytestmark = pytest.mark.usefixtures("no_prediction")
 
 TABLES = Offloading("embeddings", min_table_bytes=2**12)
 HALVE = MicroBatching("halve")
+ROWS = 2**14
+"""Bytes of a batch's rows and indices, at least."""
 
 
 def only(**settings: Any) -> MemSaveCallback:
@@ -326,6 +329,36 @@ class TestMemory:
         held_bytes = summary_of(callback).host_bytes
         assert 0 <= held_bytes - host_bytes <= ALIGNMENT_BYTES * 4 * len(params)
 
+    @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
+    @pytest.mark.parametrize("optimizer", [None, "8bit"])
+    @pytest.mark.parametrize(
+        ("what", "low"),
+        [
+            ("embeddings", None),  # with others it is refused
+            *itertools.product(
+                ["optimizer", "parameters", "parameters+embeddings"], [None, "master", "split"]
+            ),
+        ],
+    )
+    @pytest.mark.turns(3)
+    def test_host_bytes_of_all_pairs_are_predicted(self, what, low, optimizer, in_backward):
+        """Beside what is counted, an update has copies of a weight and its gradient in float32."""
+        lit = fused_lit("classifier")
+        callback = only(
+            predict=60,
+            offload=Offloading(what, min_table_bytes=2**12),
+            optimizer=optimizer and LowBitOptimizer(force_8bit=("*",)),
+            low_precision_weights=low,
+            precision=low and "bf16-mixed",
+            optimizer_in_backward=in_backward,
+            micro_batch_size=HALVE,
+        )
+        fit(lit, callback)
+        more = callback.prediction.peak.host_bytes - summary_of(callback).host_bytes
+        params = [*lit.parameters()]
+        largest = max(p.nbytes for p in params)
+        assert -ALIGNMENT_BYTES * 4 * len(params) <= more <= (2 * largest if low else 0) + ROWS
+
     @pytest.mark.parametrize(
         ("what", "model"),
         [
@@ -496,8 +529,8 @@ def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes
     largest = sum(p.numel() for p in find_blocks(lit)[0].module.parameters())
     if "optimizer_in_backward" in settings:  # gradients of two blocks
         needed += 2 * (2 if "low_precision_weights" in settings else 4) * largest
-    if "optimizer" in settings:  # 8-bit state of a block, while it is moved
-        needed += 2 * largest
+    if "optimizer" in settings:  # 8-bit state of a weight, while it is moved
+        needed += 2 * max(p.numel() for p in lit.parameters())
     with pytest.raises(IncompatibleError, match=f"host_budget={needed}`"):
         fit(lit, only(host_budget=needed - 1, **how))
 

@@ -1,6 +1,8 @@
 """Offloaded weights that are updated in backward: the same training without whole gradients."""
 
 import functools
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.offloading import residence
 from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.optimizer_in_backward.updates import UpdatesInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from tests.cases import MODELS, Model, make_batch, make_model
 from tests.helpers import assert_same
@@ -182,6 +185,33 @@ class TestMemory:
         hook.remove()  # it knows the model, in a circle that Python does not see whole
         assert seen == [before + 1]
         assert all(p.grad is None for p in made.model.parameters())
+
+
+def test_gradients_of_tables_are_there_one_at_a_time(monkeypatch):
+    """Also where the host has other work to do first."""
+    tables = nn.ModuleList(nn.Embedding(64, 8) for _ in range(3))
+    offloading = Offloading("embeddings", min_table_bytes=1)
+    handle = offloading.apply(tables)
+    assert handle.residence is not None
+    optimizer = torch.optim.SGD(tables.parameters(), lr=0.1)
+    OptimizerInBackward().apply(optimizer)
+    offloading.update_in_background(optimizer)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    numbers = []
+    take = UpdatesInBackward.take
+
+    def counted(updates: Any, param: nn.Parameter, part: Part) -> bool:
+        alive.add(param.grad)
+        numbers.append(len(alive))
+        return take(updates, param, part)
+
+    monkeypatch.setattr(UpdatesInBackward, "take", counted)
+    ids = torch.arange(4)
+    loss = sum(table(ids).sum() for table in tables)
+    handle.residence.worker.submit(lambda: time.sleep(0.2))
+    loss.backward()
+    optimizer.step()
+    assert numbers == [1, 1, 1]
 
 
 class TestFailures:

@@ -23,7 +23,7 @@ from lightning_memsave.techniques.offloading.handle import OffloadingHandle
 from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, work_with_hook
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
-    host_bytes_for_a_while,
+    form_on_host,
     host_bytes_per_parameter,
 )
 from lightning_memsave.techniques.offloading.host_updates import host_updates_of, trains_offloaded
@@ -97,7 +97,7 @@ class OffloadSetting(ModuleSetting):
         known = {
             "host_budget": budget,
             "bytes_per_parameter": host_bytes_per_parameter(arguments),
-            **host_bytes_for_a_while(arguments),
+            "form": form_on_host(arguments),
         }
         named = settings_of(technique) if isinstance(given, Offloading) else {}
         return dataclasses.replace(technique, **{n: v for n, v in known.items() if n not in named})

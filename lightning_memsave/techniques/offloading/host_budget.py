@@ -1,12 +1,14 @@
 """How much host memory may be used, and how much weights need there."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psutil
+from torch import nn
 
 from lightning_memsave.errors import Problem
+from lightning_memsave.techniques.host_weight import is_asking
 from lightning_memsave.units import format_bytes, parse_bytes
 
 SMALLER_FORM = "in a smaller form: "
@@ -43,20 +45,60 @@ def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
     return weight + state + gradient
 
 
-def host_bytes_for_a_while(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Reckon what weights need beyond that: one gradient, and all of embeddings.
+class HostForm(NamedTuple):
+    """Bytes of an element that other settings need on the host, or spare."""
 
-    Gradients in backward wait, and 8-bit state of a weight is there twice while it is moved.
-    Embeddings keep whole state beside 8-bit state, and updates of it make float32 copies of their
-    weights and gradients.
-    """
-    is_half, is_8bit = arguments["low_precision_weights"] is not None, _is_8bit(arguments)
-    gradient = (2 if is_half else 4) * bool(arguments["optimizer_in_backward"])
+    copy: int = 0  # in 16 bits, which tables do not have
+    split: int = 0  # weights in no block, whole beside their halves before there is any state
+    moved_state: int = 0  # in 8 bits, twice while that of a weight moves to memory locked for a GPU
+    whole_state: int = 0  # that of embeddings, beyond 8 bits
+    in_backward: int = 0  # a gradient that waits there for its update
+
+
+def form_on_host(arguments: Mapping[str, Any]) -> HostForm:
+    low, is_8bit = arguments["low_precision_weights"], _is_8bit(arguments)
+    rounding = getattr(low, "rounding", low)
     is_whole = is_8bit and "*" not in getattr(arguments["optimizer"], "force_8bit", ())
-    return {
-        "bytes_per_gradient": gradient + is_8bit,
-        "bytes_per_embedding": (6 + 8) * is_whole,
-    }
+    return HostForm(
+        copy=2 * (rounding == "master"),
+        split=4 * (rounding == "split"),
+        moved_state=2 * is_8bit,
+        whole_state=6 * is_whole,
+        in_backward=(4 if low is None else 2) * bool(arguments["optimizer_in_backward"]),
+    )
+
+
+def bytes_of_form(
+    form: HostForm,
+    model: nn.Module,
+    parts: Sequence[Sequence[nn.Parameter]],
+    tables: Sequence[nn.Parameter],
+) -> int:
+    """Reckon what weights need in this form, beyond what all of their elements do.
+
+    Gradients of a part come to the host together; those of tables are made there, in float32: by
+    look-ups one at a time, and by a head in memory of its own. State moves in the first update,
+    when a resumed fit has all of it. Left out are 64 MiB through which gradients come, and tiles.
+    """
+    looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    asking = {module.weight for module in model.modules() if is_asking(module)}
+    heads = {table for table in tables if table in asking}
+    made = looked_up.intersection(tables if form.in_backward else heads)
+    held = 2 * form.in_backward * max(map(num_elements, parts), default=0)
+    held += 4 * bool(form.in_backward) * num_elements(heads) - form.copy * num_elements(tables)
+    for_a_while = 0
+    for weight in [*(param for part in parts for param in part), *tables]:
+        whole_state, gradient = form.whole_state * (weight in looked_up), 4 * (weight in made)
+        state = form.moved_state + whole_state
+        # What is added to the gradient of a head is gone when its update begins.
+        most = max(gradient, state) if weight in heads else gradient + state
+        held += whole_state * weight.numel()
+        for_a_while = max(for_a_while, most * weight.numel())
+    return held + for_a_while
+
+
+def num_elements(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
 
 
 def _is_8bit(arguments: Mapping[str, Any]) -> bool:

@@ -193,6 +193,9 @@ class _LookUp(torch.autograd.Function):
             copies, landed = ctx.table.residence.copies, _like_on_host(gradient)
             copies.to_host(landed, gradient, adds=False)
             copies.land()
+        # Those that are updated in backward: as many as there are would wait with whole gradients.
+        for part in ctx.table.residence.tables:
+            part.wait()
         with host_copies():
             found = aten.embedding_backward(
                 landed,

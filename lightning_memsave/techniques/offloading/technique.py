@@ -28,7 +28,13 @@ from lightning_memsave.techniques.offloading.activations import OffloadedActivat
 from lightning_memsave.techniques.offloading.blocks_on_host import BlocksOnHost
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.handle import OffloadingHandle
-from lightning_memsave.techniques.offloading.host_budget import budget_problems, host_budget_bytes
+from lightning_memsave.techniques.offloading.host_budget import (
+    HostForm,
+    budget_problems,
+    bytes_of_form,
+    host_budget_bytes,
+    num_elements,
+)
 from lightning_memsave.techniques.offloading.host_table import (
     choose_tables,
     look_up_on_host,
@@ -116,9 +122,7 @@ class Offloading(Technique[nn.Module]):
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
             its gradient and AdamW's state, where ``host_budget`` is checked.
-        bytes_per_gradient: The same of a gradient that waits for its update in backward, or of
-            state that is moved, as those of two blocks are; 0 where they wait for the step.
-        bytes_per_embedding: What a trained weight of an embedding needs beyond that.
+        form: What `MemSaveCallback` knows of its other arguments, where that is checked.
         processes: The processes of this machine that share weights and optimizer state, as
             `MemSaveCallback` has them under DDP; ``None`` for one process.
 
@@ -172,8 +176,7 @@ class Offloading(Technique[nn.Module]):
     early_updates: int | str = 0
     num_threads: int | None = None
     bytes_per_parameter: int = 16
-    bytes_per_gradient: int = 0
-    bytes_per_embedding: int = 0
+    form: Any = field(default=HostForm(), repr=False, compare=False)
     processes: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -282,19 +285,18 @@ class Offloading(Technique[nn.Module]):
         """Reckon the bytes that weights need on the host, and those that may be used."""
         blocks = find_blocks(target, self.blocks)
         tables, _ = self._tables(target)
-        params = [*tables, *self._chosen(target, blocks, tables)[0]]
-        limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
-        trained = {id(p): p.numel() for p in params if p.requires_grad}
-        in_blocks = [
-            sum(trained.pop(id(p), 0) for p in block.module.parameters()) for block in blocks
-        ]
-        largest = max((*in_blocks, *trained.values()), default=0)
-        embeddings = {m.weight for m in target.modules() if isinstance(m, nn.Embedding)}
-        in_tables = sum(p.numel() for p in params if p in embeddings and p.requires_grad)
-        for_a_while = 2 * self.bytes_per_gradient * largest + self.bytes_per_embedding * in_tables
+        chosen = [*tables, *self._chosen(target, blocks, tables)[0]]
+        limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, chosen)))
+        params = [p for p in chosen[len(tables) :] if p.requires_grad]
+        owners = owners_of(params, target, blocks)
+        in_blocks = [[p for p in params if owners[p] is block] for block in blocks]
+        others = [p for p in params if owners[p] is None]
+        needed = self._bytes_of(chosen)
+        needed += bytes_of_form(self.form, target, [*in_blocks, *([p] for p in others)], tables)
         num_early = number_of(self.early_updates, len(first_blocks(blocks, self.resident)))
-        for_a_while += num_early * _EARLY_BYTES * max(in_blocks, default=0)
-        return self._bytes_of(params) + for_a_while, limit
+        needed += num_early * _EARLY_BYTES * max(map(num_elements, in_blocks), default=0)
+        while_split = sum(p.nbytes for p in chosen) + self.form.split * num_elements(others)
+        return max(needed, while_split), limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
         """Apply the technique."""

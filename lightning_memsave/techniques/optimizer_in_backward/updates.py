@@ -250,7 +250,8 @@ class GradientUpdates:
 
 
 # Others run a kernel for each parameter: at most norms of small gradients are computed together,
-# and waiting for the next gradients costs memory at the end of backward.
+# and waiting for the next gradients costs memory at the end of backward. Torch's Muon is one of
+# them, and says that its module is `torch.optim`.
 def _updates_together(optimizer: Optimizer) -> bool:
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     return is_of_torch and not owners_of(optimizer)
