@@ -231,6 +231,13 @@ def test_of_any_kind(name, hook):
     _assert_as_without(name, hook, look_and_change)
 
 
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("name", ["optimizer", "blocks", "early"])
+def test_other_data_after_the_last_step(name, hook):
+    """As averages of weights take their place."""
+    _assert_as_without(name, hook, WRITES["set data"])
+
+
 @pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"halves in backward"}))
 def test_memory_that_a_hook_keeps(name):
     """Torch does not see that it is written in later steps."""

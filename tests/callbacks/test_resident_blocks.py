@@ -230,6 +230,16 @@ class TestCorrected:
         expected = train({})
         assert all(map(torch.equal, train({1: 5, 3: 0}), expected))
 
+    def test_keeps_weights_that_the_project_has_replaced(self):
+        def optimizer_step(self: Any, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+            optimizer.step(closure)
+            for param in self.parameters():
+                param.data = param.data * 0.5
+
+        lit, callback = make_lit(model="tied", optimizer_step=optimizer_step), only(2)
+        found = fit(lit, callback, ChangesTo(callback, {1: 4, 2: 0}))
+        assert_same(found, fit(lit, only(None)))
+
     def test_no_room_on_the_device_leaves_all_as_it_was(self, monkeypatch):
         release, calls = Part.release, []
 
