@@ -1,7 +1,9 @@
 """Hooks of a project beside updates on the host: they find what they would find without them."""
 
+import contextlib
 import copy
 import io
+import sys
 import time
 from typing import Any
 
@@ -229,6 +231,38 @@ def test_of_any_kind(name, hook):
         return READS["data"](module)
 
     _assert_as_without(name, hook, look_and_change)
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("name", ["optimizer", "blocks", "early"])
+def test_of_the_step_of_an_optimizer(name, is_global):
+    def fit_hooked(saving: Any) -> Any:
+        norms: list[Any] = []
+        with contextlib.ExitStack() as stack:
+
+            def halve(optimizer: Any, *_: Any) -> None:
+                for param in optimizer.param_groups[0]["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)  # of the step before: Lightning zeroes it afterwards
+
+            def note(optimizer: Any, *_: Any) -> None:
+                params = optimizer.param_groups[0]["params"]
+                norms.append([param.detach().norm() for param in params])
+
+            def configure(self: Any) -> Any:
+                made = torch.optim.AdamW(self.parameters(), lr=1e-3)
+                owner: Any = sys.modules["torch.optim.optimizer"] if is_global else made
+                name = "register_optimizer_step" if is_global else "register_step"
+                for hook, kind in ((halve, "pre"), (note, "post")):
+                    stack.callback(getattr(owner, f"{name}_{kind}_hook")(hook).remove)
+                return made
+
+            found = fit(make_lit(model="tied", configure_optimizers=configure), saving)
+        return [norms, *found[:2]]
+
+    saving = quiet(preset="off", **SETTINGS[name])
+    assert_same(fit_hooked(saving), fit_hooked(quiet(preset="off")))
+    assert any("AdamW.step" in detail for detail in rows_of(saving)["offload"].details)
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
