@@ -159,6 +159,15 @@ def _train(
             scheduler.step()
 
         own |= {hook: step_schedule, "configure_optimizers": _with_schedule}
+    elif hook == "training_step":
+
+        def step(self: Any, batch: Tensor, batch_idx: int) -> Any:
+            call(self)
+            loss = self.model(batch)
+            self.log("loss", loss)
+            return loss
+
+        own[hook] = step
     elif hook == "optimizer_zero_grad":
 
         def zero_gradients(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -181,7 +190,7 @@ def _with_schedule(self: Any) -> Any:
 
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
-    *("optimizer_zero_grad", "lr_scheduler_step"),
+    *("optimizer_zero_grad", "lr_scheduler_step", "training_step"),
 )
 
 

@@ -21,7 +21,11 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates, why_none
 from lightning_memsave.techniques.offloading.handle import OffloadingHandle
-from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, work_with_hook
+from lightning_memsave.techniques.offloading.hooks_of_users import (
+    HOOKS,
+    training_step,
+    work_with_hook,
+)
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
     host_bytes_for_a_while,
@@ -195,6 +199,7 @@ class OffloadSetting(ModuleSetting):
             for one in (pl_module, *trainer.callbacks)
             if has_foreign(one, hook)
         ]
+        self._undo.append(patch_method(trainer.strategy, training_step))
         details = []
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")

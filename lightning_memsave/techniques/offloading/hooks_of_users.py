@@ -176,6 +176,14 @@ def _call(owner: Any, hook: str, *args: Any) -> Any:
         return method(*args)
 
 
+def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a step find weights settled before it calls a block; replaces that of a strategy."""
+    residence, method = residence_of(self.lightning_module), previous_method(self, "training_step")
+    with contextlib.ExitStack() as residence.before_blocks:
+        residence.before_blocks.enter_context(Settled(residence))
+        return method(*args, **kwargs)
+
+
 # A hook may enter a mode that another hook leaves, as those that count do.
 def _leave(mode: OnDevice) -> None:
     above: list[Any] = []

@@ -52,6 +52,8 @@ class Residence:
         self.is_watched = False
         """Whether code between two steps may use weights in ways that nobody sees: updates end in
         ``optimizer.step()``, and weights are always copied again."""
+        self.before_blocks = contextlib.ExitStack()
+        """What is left when a block is called, which waits for its weights itself."""
         self.takers: list[Any] = []
         """What updates parameters as soon as their gradients are complete; each ``take`` says
         whether it has taken a gradient."""
@@ -373,6 +375,7 @@ class Residence:
 
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
+        self.before_blocks.close()
         part = own(block, PART)
         if _is_in_backward():  # recomputed by somebody else's checkpoint, which calls the block
             self._enter(part, -1)
