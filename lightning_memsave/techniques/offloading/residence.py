@@ -34,6 +34,9 @@ PART = "_memsave_part"
 class Residence:
     """Decides when the parameters of a model are on the device."""
 
+    before_blocks = contextlib.ExitStack()
+    """What is left when a block is called, which waits for its weights itself."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -52,8 +55,6 @@ class Residence:
         self.is_watched = False
         """Whether code between two steps may use weights in ways that nobody sees: updates end in
         ``optimizer.step()``, and weights are always copied again."""
-        self.before_blocks = contextlib.ExitStack()
-        """What is left when a block is called, which waits for its weights itself."""
         self.takers: list[Any] = []
         """What updates parameters as soon as their gradients are complete; each ``take`` says
         whether it has taken a gradient."""
