@@ -54,6 +54,14 @@ class Settled(TorchFunctionMode):
         self._residence = residence
         self._parts: dict[int, Any] = {}  # by the memory of their weights
 
+    # A step may call a block within a mode of its own.
+    def __exit__(self, *_: object) -> None:
+        above: list[Any] = []
+        while (mode := torch.overrides._pop_mode()) is not self:
+            above.append(mode)
+        for each in reversed(above):
+            torch.overrides._push_mode(each)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
