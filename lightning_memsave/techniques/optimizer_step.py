@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_memsave.core.memory import host_copies, is_host
-from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.optimizers import STEP_HOOKS, parameters_of
 from lightning_memsave.core.patching import (
     is_patched_with,
     own,
@@ -46,7 +46,6 @@ WAITING_STATE = "memsave_waiting_state"
 """Attribute of optimizers whose state waits on the host: its ``bring`` lets it come."""
 
 _STEPS = "memsave_steps"
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # Of torch's optimizers, only LBFGS couples parameters.
 _KNOWN = ELEMENTWISE | {torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam}
@@ -311,8 +310,8 @@ def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any
     # torch wraps the step of each class, once, to call the hooks.
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     # The step of a subclass may call that of its base, which is wrapped as well.
-    hooks = {key: vars(optimizer).get(key, {}) for key in _HOOKS}
-    vars(optimizer).update({key: {} for key in _HOOKS})
+    hooks = {key: vars(optimizer).get(key, {}) for key in STEP_HOOKS}
+    vars(optimizer).update({key: {} for key in STEP_HOOKS})
     try:
         return step(optimizer, *closure)
     finally:
@@ -321,7 +320,7 @@ def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any
 
 def take_hooks(new: Optimizer, old: Optimizer) -> None:
     """Let an optimizer call the step hooks of the one whose place it takes."""
-    for key in _HOOKS:
+    for key in STEP_HOOKS:
         getattr(new, key).update(getattr(old, key))
 
 

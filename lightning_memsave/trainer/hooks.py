@@ -46,7 +46,12 @@ def log_info(trainer: Any, message: str) -> None:
 __all__ = ["CallbackBase", "log_info"]
 
 
-_OURS = ("lightning_memsave.", *(f"{package}." for package in PACKAGES))
+_OURS = (
+    "lightning_memsave.",
+    "lightning.fabric.",
+    "lightning_fabric.",
+    *(f"{package}." for package in PACKAGES),
+)
 
 
 def has_foreign(one: Any, hook: str) -> bool:
@@ -78,7 +83,11 @@ class GradientVersions:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._marks = [(p, grad := p.grad, _version(grad)) for p in parameters]
+        self._parameters = [*parameters]
+        self.renew()
+
+    def renew(self) -> None:
+        self._marks = [(p, grad := p.grad, _version(grad)) for p in self._parameters]
 
     def have_changed(self) -> bool:
         return any(p.grad is not grad or _version(grad) != seen for p, grad, seen in self._marks)

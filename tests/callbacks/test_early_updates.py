@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 
 from lightning_memsave import MemSaveCallback, Offloading
 from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
@@ -96,6 +97,17 @@ def _clip(self: Any, optimizer: Any, gradient_clip_val: Any, gradient_clip_algor
     self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
+class ClipsEach(Precision):
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        for param in self.main_params(optimizer):
+            torch.nn.utils.clip_grad_norm_([param], clip_val)
+
+
+class ClipsMatrices(Precision):
+    def main_params(self, optimizer: Any) -> Any:
+        return (param for param in super().main_params(optimizer) if param.ndim > 1)
+
+
 @pytest.mark.parametrize(
     ("why", "lit", "callbacks", "trainer"),
     [
@@ -103,6 +115,8 @@ def _clip(self: Any, optimizer: Any, gradient_clip_val: Any, gradient_clip_algor
         ("Lit.configure_gradient_clipping", {"configure_gradient_clipping": _clip}, [], {}),
         ("Own.on_after_backward", {}, [callback_with(on_after_backward=_nothing)], {}),
         ("values are clipped", {}, [], {"gradient_clip_algorithm": "value"}),
+        ("ClipsEach.clip_grad_by_norm", {}, [], {"plugins": ClipsEach()}),
+        ("ClipsMatrices.main_params", {}, [], {"plugins": ClipsMatrices()}),
     ],
 )
 def test_where_none_begins_the_table_says_why(why, lit, callbacks, trainer, begun):

@@ -1,5 +1,6 @@
 """Micro-batches of many kinds of losses: the gradient of the whole batch, or a refusal."""
 
+import copy
 import functools
 import random
 from collections import deque
@@ -28,6 +29,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from tests.callbacks.lit import (
+    assert_same,
     fit,
     gradients_of,
     late,
@@ -590,6 +592,19 @@ class TestTheProof:
         for run in gradients[1:]:
             same = zip(run, gradients[0], strict=True)
             assert all(torch.equal(a, b) for x, y in same for a, b in zip(x, y, strict=True))
+
+    def test_leaves_weights_that_a_step_replaces(self):
+        def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+            pairs = zip(self.teacher.parameters(), self.model.parameters(), strict=True)
+            for average, param in pairs:
+                average.data = average.data * 0.9 + param.data * 0.1
+            loss = self.model(batch)
+            self.log("loss", loss)
+            return loss
+
+        lit = make_lit(model="tied", training_step=training_step)
+        lit.teacher = copy.deepcopy(lit.model).requires_grad_(False)
+        assert_same(fit(lit, only("auto")), fit(lit))
 
     def test_logs_nothing(self):
         logged: list[Any] = []

@@ -1,7 +1,9 @@
 """Hooks of a project beside updates on the host: they find what they would find without them."""
 
+import contextlib
 import copy
 import io
+import sys
 import time
 from typing import Any
 
@@ -157,6 +159,15 @@ def _train(
             scheduler.step()
 
         own |= {hook: step_schedule, "configure_optimizers": _with_schedule}
+    elif hook == "training_step":
+
+        def step(self: Any, batch: Tensor, batch_idx: int) -> Any:
+            call(self)
+            loss = self.model(batch)
+            self.log("loss", loss)
+            return loss
+
+        own[hook] = step
     elif hook == "optimizer_zero_grad":
 
         def zero_gradients(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -179,7 +190,7 @@ def _with_schedule(self: Any) -> Any:
 
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
-    *("optimizer_zero_grad", "lr_scheduler_step"),
+    *("optimizer_zero_grad", "lr_scheduler_step", "training_step"),
 )
 
 
@@ -229,6 +240,45 @@ def test_of_any_kind(name, hook):
         return READS["data"](module)
 
     _assert_as_without(name, hook, look_and_change)
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("name", ["optimizer", "blocks", "early"])
+def test_of_the_step_of_an_optimizer(name, is_global):
+    def fit_hooked(saving: Any) -> Any:
+        norms: list[Any] = []
+        with contextlib.ExitStack() as stack:
+
+            def halve(optimizer: Any, *_: Any) -> None:
+                for param in optimizer.param_groups[0]["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)  # of the step before: Lightning zeroes it afterwards
+
+            def note(optimizer: Any, *_: Any) -> None:
+                params = optimizer.param_groups[0]["params"]
+                norms.append([param.detach().norm() for param in params])
+
+            def configure(self: Any) -> Any:
+                made = torch.optim.AdamW(self.parameters(), lr=1e-3)
+                owner: Any = sys.modules["torch.optim.optimizer"] if is_global else made
+                name = "register_optimizer_step" if is_global else "register_step"
+                for hook, kind in ((halve, "pre"), (note, "post")):
+                    stack.callback(getattr(owner, f"{name}_{kind}_hook")(hook).remove)
+                return made
+
+            found = fit(make_lit(model="tied", configure_optimizers=configure), saving)
+        return [norms, *found[:2]]
+
+    saving = quiet(preset="off", **SETTINGS[name])
+    assert_same(fit_hooked(saving), fit_hooked(quiet(preset="off")))
+    assert any("AdamW.step" in detail for detail in rows_of(saving)["offload"].details)
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("name", ["optimizer", "blocks", "early"])
+def test_other_data_after_the_last_step(name, hook):
+    """As averages of weights take their place."""
+    _assert_as_without(name, hook, WRITES["set data"])
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"halves in backward"}))

@@ -14,6 +14,7 @@ from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading import host_updates
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.residences import residence_of
@@ -230,6 +231,30 @@ class TestCorrected:
         expected = train({})
         assert all(map(torch.equal, train({1: 5, 3: 0}), expected))
 
+    def test_keeps_weights_that_the_project_has_replaced(self):
+        def optimizer_step(self: Any, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+            optimizer.step(closure)
+            for param in self.parameters():
+                param.data = param.data * 0.5
+
+        lit, callback = make_lit(model="tied", optimizer_step=optimizer_step), only(2)
+        found = fit(lit, callback, ChangesTo(callback, {1: 4, 2: 0}))
+        assert_same(found, fit(lit, only(None)))
+
+    def test_an_update_that_runs_out_of_memory_fails(self, monkeypatch):
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        model = wide_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        offloading = Offloading("parameters", blocks=nn.Sequential, resident=2)
+        with offloading.apply(model) as handle, offloading.update_in_background(optimizer):
+            model(torch.randn(2, 64)).square().mean().backward()
+            monkeypatch.setattr(host_updates, "plain_step", fail)
+            optimizer.step()
+            with pytest.raises(torch.OutOfMemoryError):
+                handle.keep_on_device(3, [optimizer])
+
     def test_no_room_on_the_device_leaves_all_as_it_was(self, monkeypatch):
         release, calls = Part.release, []
 
@@ -301,24 +326,28 @@ class TestMeasured:
         details = rows_of(callback)["offload"].details
         assert any(line.startswith("never more blocks stay") for line in details)
 
-    def test_fewer_blocks_repeat_a_batch_that_ran_out_of_memory(self, roomy):
+    @pytest.mark.parametrize("accumulated", [1, 3])
+    def test_fewer_blocks_repeat_a_batch_that_ran_out_of_memory(self, roomy, accumulated):
         callback, numbers = auto(), []
+        how: dict[str, Any] = {"accumulate_grad_batches": accumulated, "max_epochs": accumulated}
 
         def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
             loss = self.model(batch)
             setting = callback._settings.find(OffloadSetting)
-            if batch_idx == 3 and not is_fake(loss):
+            # In the middle of a window, where steps have fitted before.
+            place = (0, 3) if accumulated == 1 else (2, 4)
+            if (self.current_epoch, batch_idx) == place and not is_fake(loss):
                 numbers.append(setting._handle.num_resident)
                 if numbers[-1]:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
             return loss
 
         lit = make_lit(model="tied", training_step=training_step)
-        found = fit(lit, callback)
+        found = fit(lit, callback, **how)
         assert numbers[0] > 0
         assert numbers[-1] == 0
         assert callback._micro_batches.size is None
-        assert_same(found, fit(roomy, only(0)))
+        assert_same(found, fit(roomy, only(0), **how))
         assert rows_of(callback)["offload"].details[-1].endswith(": memory ran out")
         assert callback.effective_arguments()["offload"].resident == 0
 

@@ -204,7 +204,6 @@ class MicroBatchSetting(Setting):
         budget = '`budget="free"`, ' if self.arguments["budget"] is not None else ""
         runner.advice = f"Use {budget}shorter samples or a smaller model."
         runner.asks_together = trainer.world_size > 1
-        runner.relieve = lambda n: self.relief is not None and self.relief.relieve(trainer, n)
         return runner
 
     def _forget_runner(self) -> None:
@@ -256,6 +255,12 @@ class MicroBatchSetting(Setting):
                 raise failed_window(self._advice)
             parts.forget()
 
+        def relieve(num_failures: int) -> bool:
+            found = self.relief is not None and self.relief.relieve(trainer, num_failures)
+            marks.renew()  # gradients may have moved
+            return found
+
+        runner.relieve = relieve
         if runner.splitting is not Splitting.WHOLE and not self.proof.is_settled:
             runner.tell_apart = functools.partial(self._tell_apart, trainer, parts)
         try:
@@ -266,7 +271,7 @@ class MicroBatchSetting(Setting):
                 forget=forget,
             )
         finally:
-            runner.tell_apart = None
+            runner.tell_apart = runner.relieve = None
         if is_apart and will_step(trainer):
             average_gradients(trainer, pl_module)
         runner.record(known.learn)

@@ -13,6 +13,7 @@ from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSett
 from lightning_memsave.callbacks.settings.resident_correction import ResidentCorrection
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_fake, is_host
+from lightning_memsave.core.optimizers import has_foreign_hooks
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique, settings_of
@@ -20,7 +21,11 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates, why_none
 from lightning_memsave.techniques.offloading.handle import OffloadingHandle
-from lightning_memsave.techniques.offloading.hooks_of_users import HOOKS, work_with_hook
+from lightning_memsave.techniques.offloading.hooks_of_users import (
+    HOOKS,
+    training_step,
+    work_with_hook,
+)
 from lightning_memsave.techniques.offloading.host_budget import (
     SMALLER_FORM,
     form_on_host,
@@ -183,6 +188,8 @@ class OffloadSetting(ModuleSetting):
         unseen = ("optimizer_step",) if residence.processes is None else _BETWEEN_STEPS
         watchers = [o for hook in unseen for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
+        hooked = filter(has_foreign_hooks, trainer.optimizers)
+        watchers += [f"{type(optimizer).__name__}.step" for optimizer in hooked]
         if not pl_module.automatic_optimization:
             watchers.append(f"{type(pl_module).__name__}.training_step")
         residence.is_watched = bool(watchers)
@@ -192,6 +199,7 @@ class OffloadSetting(ModuleSetting):
             for one in (pl_module, *trainer.callbacks)
             if has_foreign(one, hook)
         ]
+        self._undo.append(patch_method(trainer.strategy, training_step))
         details = []
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")
@@ -213,7 +221,7 @@ class OffloadSetting(ModuleSetting):
             else "updates run beside the next step"
         )
         details += self._allow_early(trainer, updates, why)
-        if updates and residence.processes is None:
+        if updates and residence.processes is None and not _own_clipping(trainer):
             self._undo.append(patch_method(trainer.strategy.precision_plugin, clip_grad_by_norm))
         if self.is_open:
             details.append(self._allow_correction(trainer, pl_module, self._handle))
@@ -316,6 +324,7 @@ class OffloadSetting(ModuleSetting):
         if not self.technique.early_updates:
             return ""
         owners = [o for hook in _BEFORE_STEPS for o in owners_of(trainer, pl_module, hook)]
+        owners += _own_clipping(trainer)
         whys = {
             "processes share the updates": self.technique.processes is not None,
             "`optimizer_in_backward` updates there": self.arguments["optimizer_in_backward"],
@@ -358,6 +367,12 @@ class OffloadSetting(ModuleSetting):
         if handle is not None and handle.residence is not None:
             handle.residence.stay_on_host()
         super().undo()
+
+
+def _own_clipping(trainer: Any) -> list[str]:
+    plugin = trainer.strategy.precision_plugin
+    names = ("main_params", "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
+    return [f"{type(plugin).__name__}.{name}" for name in names if has_foreign(plugin, name)]
 
 
 def clip_grad_by_norm(self: Any, optimizer: Optimizer, clip_val: float) -> None:

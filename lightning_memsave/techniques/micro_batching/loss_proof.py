@@ -48,7 +48,7 @@ from lightning_memsave.techniques.micro_batching.training_state import (
     key_of,
 )
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
-from lightning_memsave.techniques.residences import leave_device
+from lightning_memsave.techniques.residences import leave_device, residence_with
 
 ComputeLoss = Callable[[Any], Tensor | None]
 Whole = frozenset[Path]
@@ -149,6 +149,9 @@ def _prove_with(check: LossCheck, whole: Whole) -> Proof:
 def _with_state_kept(check: LossCheck, find: Callable[[ModuleState], Proof]) -> Proof:
     with full_precision(), batch_norm_on_running_statistics(check.module):
         state = ModuleState(check.module, check.batch)
+        # What is offloaded takes other data as values, which the state has.
+        own = [p for p in check.module.parameters() if residence_with(p) is None]
+        before = [(param, param.data) for param in own]
         try:
             return find(state)
         except ConfigurationError:  # from the result of the user's function
@@ -163,6 +166,9 @@ def _with_state_kept(check: LossCheck, find: Callable[[ModuleState], Proof]) -> 
             return Proof(reason=f"{what}: {_words(error)}")
         finally:
             state.restore()
+            for param, data in before:
+                if key_of(param) != key_of(data):
+                    param.data = data
 
 
 class _Samples(NamedTuple):

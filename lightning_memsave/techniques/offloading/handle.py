@@ -42,6 +42,7 @@ class OffloadingHandle(Handle[nn.Module]):
         Weights, gradients and the state of all optimizers of the model move as they are. If the
         device has no room for all of them, ``num_resident`` says how many have come.
         """
+        self.wait()  # an update that runs out of memory is none that can be repeated
         try:
             self.blocks.change(self.num_blocks - number, optimizers)
         except torch.OutOfMemoryError:

@@ -54,6 +54,14 @@ class Settled(TorchFunctionMode):
         self._residence = residence
         self._parts: dict[int, Any] = {}  # by the memory of their weights
 
+    # A step may call a block within a mode of its own.
+    def __exit__(self, *_: object) -> None:
+        above: list[Any] = []
+        while (mode := torch.overrides._pop_mode()) is not self:
+            above.append(mode)
+        for each in reversed(above):
+            torch.overrides._push_mode(each)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -174,6 +182,14 @@ def _call(owner: Any, hook: str, *args: Any) -> Any:
             stack.callback(_leave, mode)
         stack.enter_context(Settled(residence))
         return method(*args)
+
+
+def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a step find weights settled before it calls a block; replaces that of a strategy."""
+    residence, method = residence_of(self.lightning_module), previous_method(self, "training_step")
+    with contextlib.ExitStack() as residence.before_blocks:
+        residence.before_blocks.enter_context(Settled(residence))
+        return method(*args, **kwargs)
 
 
 # A hook may enter a mode that another hook leaves, as those that count do.

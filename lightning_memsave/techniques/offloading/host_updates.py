@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
-from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.optimizers import has_foreign_hooks, parameters_of
 from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.techniques.offloading.device_tiles import (
@@ -89,7 +89,7 @@ class HostUpdates(StepOwner):
             self.residence.finish(besides=settled)
             with scaling(optimizer, is_on_host=True):
                 updated = self._update(optimizer, gradients, settled)
-        if self.residence.is_watched:
+        if self.residence.is_watched or has_foreign_hooks(optimizer):
             self.residence.wait()
             if self.residence.processes is not None:
                 self.residence.processes.remember_weights()

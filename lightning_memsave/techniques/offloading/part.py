@@ -476,6 +476,7 @@ class Part:
         """Give the parameters memory of their own, as they had before."""
         self.leave()
         self.gradients.show()
+        self._adopt()
         self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
             grad, param.grad = param.grad, None

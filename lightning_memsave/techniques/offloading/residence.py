@@ -34,6 +34,9 @@ PART = "_memsave_part"
 class Residence:
     """Decides when the parameters of a model are on the device."""
 
+    before_blocks = contextlib.ExitStack()
+    """What is left when a block is called, which waits for its weights itself."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -373,6 +376,7 @@ class Residence:
 
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
+        self.before_blocks.close()
         part = own(block, PART)
         if _is_in_backward():  # recomputed by somebody else's checkpoint, which calls the block
             self._enter(part, -1)
