@@ -47,8 +47,8 @@ def add_step_arguments(
         required=needs_batch,
         metavar="SIZES",
         help="samples x tokens for a Hugging Face model, such as 8x512; or dtype and sizes of each "
-        "tensor: 'x=float32[8,3,224,224],y=int64[8]<10', without names for a tuple, 'int64[8,512],' "
-        "for one of a single tensor; or a function that returns the batch: module:function, "
+        "tensor: 'x=float32[8,3,224,224],y=int64[8]<10', without names for a tuple, 'int64[8,512],'"
+        " for one of a single tensor; or a function that returns the batch: module:function, "
         "file.py:function",
     )
     group.add_argument(

@@ -161,13 +161,16 @@ def failed_rank(num_samples: int | None, where: str, advice: str) -> MemoryExhau
 
 
 def try_step(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate, and free, what torch's ``foreach`` updates need for a moment: a copy of a group."""
-    if type(optimizer) is torch.optim.SGD or not is_of_torch(optimizer):
+    """Allocate, and free, what torch's ``foreach`` updates need for a moment: copies of a group."""
+    if not is_of_torch(optimizer):
         return
+    kind, more = type(optimizer), {torch.optim.Adagrad: 2, torch.optim.Adadelta: 2}
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("foreach") is False:
             continue
-        copies = [torch.empty_like(p) for p in group["params"] if p.is_cuda and p.grad is not None]
+        has_none = kind is torch.optim.SGD and not group["weight_decay"]
+        params = [p for p in group["params"] if p.is_cuda and p.grad is not None]
+        copies = [torch.empty_like(p) for p in params * (0 if has_none else more.get(kind, 1))]
         del copies
 
 
