@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_memsave.callbacks import run_plan
+from lightning_memsave.callbacks.settings.micro_batches import try_step
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
@@ -571,6 +572,26 @@ class TestOnAGPU:
         assert numbers.found[0] < 5
         assert rows_of(callback)["offload"].details[-1].endswith(": memory ran out")
         assert callback._micro_batches.size is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_decay", [0, 0.1])
+@pytest.mark.parametrize(
+    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax"]
+)
+def test_what_a_step_needs_for_a_moment_is_tried(kind, weight_decay):
+    params = [nn.Parameter(torch.zeros(2**18, device="cuda")) for _ in range(4)]
+    optimizer = getattr(torch.optim, kind)(params, lr=0.1, weight_decay=weight_decay)
+
+    def peak_of(call: Any) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated()
+
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()  # which makes its state
+    assert peak_of(lambda: try_step(optimizer)) == peak_of(optimizer.step)
 
 
 class TestHostBudget:

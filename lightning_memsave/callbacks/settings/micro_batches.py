@@ -160,17 +160,26 @@ def failed_rank(num_samples: int | None, where: str, advice: str) -> MemoryExhau
     )
 
 
+# Of the parameters of a group, in torch's ``foreach`` updates without and with weight decay.
+_COPIES: dict[type, tuple[int, int]] = {
+    torch.optim.SGD: (0, 1),
+    torch.optim.RMSprop: (1, 2),
+    torch.optim.NAdam: (1, 2),
+    torch.optim.Adagrad: (2, 2),
+    torch.optim.Adadelta: (2, 3),
+}
+
+
 def try_step(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate, and free, what torch's ``foreach`` updates need for a moment: copies of a group."""
+    """Allocate, and free, what updates of torch's optimizers need for a moment."""
     if not is_of_torch(optimizer):
         return
-    kind, more = type(optimizer), {torch.optim.Adagrad: 2, torch.optim.Adadelta: 2}
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("foreach") is False:
             continue
-        has_none = kind is torch.optim.SGD and not group["weight_decay"]
+        num_copies = _COPIES.get(type(optimizer), (1, 1))[group.get("weight_decay", 0) != 0]
         params = [p for p in group["params"] if p.is_cuda and p.grad is not None]
-        copies = [torch.empty_like(p) for p in params * (0 if has_none else more.get(kind, 1))]
+        copies = [torch.empty_like(param) for param in params * num_copies]
         del copies
 
 
