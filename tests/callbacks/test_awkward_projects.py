@@ -47,7 +47,6 @@ def test_what_a_proof_writes_into_offloaded_weights_is_put_back(project, what):
         ("HiddenWrites", "block micro-batches", "it changes `down.weight`"),
         ("MaskedGradient", "single_gpu", "changed the type of value"),
         ("GradientInBlock", "offload", "not have been used in the graph"),
-        ("BoundedBlocks", "single_gpu", "its gradient torch.bfloat16"),
         ("LossOutside", "offload embeddings", "with the whole table"),
     ],
 )
@@ -64,6 +63,11 @@ def test_refused_before_the_first_step(project, name, why):
 def test_tables_on_the_host_train_as_on_the_device(project):
     cell = Cells().run(project, "offload embeddings", "plain")
     assert cell["outcome"] == "equal", cell
+
+
+def test_weights_that_a_proof_replaces_keep_their_type():
+    cell = Cells().run("BoundedBlocks", "single_gpu", "plain")
+    assert cell["outcome"] == "as declared", cell
 
 
 @pytest.mark.parametrize("project", ["CalledByHooks", "Generates"])

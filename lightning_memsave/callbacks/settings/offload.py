@@ -199,7 +199,8 @@ class OffloadSetting(ModuleSetting):
             for one in (pl_module, *trainer.callbacks)
             if has_foreign(one, hook)
         ]
-        self._undo.append(patch_method(trainer.strategy, training_step))
+        if residence.processes is None:
+            self._undo.append(patch_method(trainer.strategy, training_step))
         details = []
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")

@@ -69,7 +69,8 @@ class Settled(TorchFunctionMode):
         # A hook may run a whole step, and what is done for it here is not what the hook uses.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if func not in _SAY_NO_VALUES and not caller.startswith("lightning_memsave."):
-            with torch._C._DisableFuncTorch():
+            # Deferred logits would be computed.
+            with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunctionSubclass():
                 shown = [self._show(tensor) for tensor in _tensors_in((*args, *kwargs.values()))]
             if any(shown) and func in _GIVE_MEMORY:
                 self._residence.is_watched = True

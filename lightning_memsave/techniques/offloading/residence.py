@@ -418,6 +418,8 @@ class Residence:
 
     def begin(self) -> None:
         """Note that a module outside of blocks begins its forward pass."""
+        if len(self.parts) == 1:  # no block will be called
+            self.before_blocks.close()
         if not self._depth and not _is_in_backward():
             self._forget_failed_pass()
             if not self._has_graph and self.rest.is_on_device:
