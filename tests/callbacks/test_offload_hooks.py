@@ -168,6 +168,21 @@ def _train(
             return loss
 
         own[hook] = step
+    elif "transfer" in hook:
+
+        def move(self: Any, batch: Tensor, *_: Any) -> Tensor:
+            call(self)
+            return batch
+
+        own[hook] = move
+    elif hook == "on_validation_model_eval":
+
+        def evaluate(self: Any) -> None:
+            call(self)
+            self.eval()
+
+        own[hook] = evaluate
+        how |= {"val_check_interval": 1, "num_sanity_val_steps": 0}
     elif hook == "optimizer_zero_grad":
 
         def zero_gradients(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -190,7 +205,8 @@ def _with_schedule(self: Any) -> Any:
 
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
-    *("optimizer_zero_grad", "lr_scheduler_step", "training_step"),
+    *("optimizer_zero_grad", "lr_scheduler_step", "training_step", "on_validation_model_eval"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
 
 

@@ -160,7 +160,10 @@ _COMPUTING_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
     *("on_before_optimizer_step", "on_after_backward", "on_train_epoch_end"),
 )
-HOOKS = (*_COMPUTING_HOOKS, "optimizer_zero_grad", "lr_scheduler_step")
+HOOKS = (
+    *(*_COMPUTING_HOOKS, "optimizer_zero_grad", "lr_scheduler_step", "on_validation_model_eval"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
 
 
 def work_with_hook(owner: Any, hook: str) -> Callable[[], None]:
