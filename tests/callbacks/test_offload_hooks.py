@@ -133,6 +133,9 @@ def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostWorker, "_run", run_late)
 
 
+MOVES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
 def _train(
     settings: dict[str, Any], hook: str, use: Any, *, is_announced: bool = False, **how: Any
 ) -> Any:
@@ -146,55 +149,55 @@ def _train(
         with torch.no_grad():
             found.append(use(module))
 
-    own: dict[str, Any] = {}
+    own = _hooks_of_a_module(call).get(hook, {})
     if is_announced:
         own["optimizer_step"] = lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(
             closure=closure
         )
     callbacks = []
-    if hook == "lr_scheduler_step":
-
-        def step_schedule(self: Any, scheduler: Any, metric: Any) -> None:
-            call(self)
-            scheduler.step()
-
-        own |= {hook: step_schedule, "configure_optimizers": _with_schedule}
-    elif hook == "training_step":
-
-        def step(self: Any, batch: Tensor, batch_idx: int) -> Any:
-            call(self)
-            loss = self.model(batch)
-            self.log("loss", loss)
-            return loss
-
-        own[hook] = step
-    elif "transfer" in hook:
-
-        def move(self: Any, batch: Tensor, *_: Any) -> Tensor:
-            call(self)
-            return batch
-
-        own[hook] = move
-    elif hook == "on_validation_model_eval":
-
-        def evaluate(self: Any) -> None:
-            call(self)
-            self.eval()
-
-        own[hook] = evaluate
-        how |= {"val_check_interval": 1, "num_sanity_val_steps": 0}
-    elif hook == "optimizer_zero_grad":
-
-        def zero_gradients(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            call(self)
-            optimizer.zero_grad()
-
-        own[hook] = zero_gradients
-    else:
+    if hook not in own:
         callbacks.append(callback_with(**{hook: lambda self, _, module, *rest: call(module)}))
+    if hook == "on_validation_model_eval":
+        how |= {"val_check_interval": 1, "num_sanity_val_steps": 0}
     saving = quiet(**{"preset": "off"} | settings)
     losses, weights, _ = fit(make_lit(model="tied", **own), saving, *callbacks, **how)
     return [found, losses, weights], rows_of(saving)["offload"].details
+
+
+def _hooks_of_a_module(call: Any) -> dict[str, dict[str, Any]]:
+    """Give methods by the name of the hook that is one of them, and that calls a function."""
+
+    def step_schedule(self: Any, scheduler: Any, metric: Any) -> None:
+        call(self)
+        scheduler.step()
+
+    def step(self: Any, batch: Tensor, batch_idx: int) -> Any:
+        call(self)
+        loss = self.model(batch)
+        self.log("loss", loss)
+        return loss
+
+    def move(self: Any, batch: Tensor, *_: Any) -> Tensor:
+        call(self)
+        return batch
+
+    def evaluate(self: Any) -> None:
+        call(self)
+        self.eval()
+
+    def zero_gradients(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        call(self)
+        optimizer.zero_grad()
+
+    hooks = {
+        "lr_scheduler_step": step_schedule,
+        "training_step": step,
+        "on_validation_model_eval": evaluate,
+        "optimizer_zero_grad": zero_gradients,
+    } | dict.fromkeys(MOVES, move)
+    found: dict[str, dict[str, Any]] = {name: {name: hook} for name, hook in hooks.items()}
+    found["lr_scheduler_step"]["configure_optimizers"] = _with_schedule
+    return found
 
 
 def _with_schedule(self: Any) -> Any:
@@ -206,7 +209,7 @@ def _with_schedule(self: Any) -> Any:
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
     *("optimizer_zero_grad", "lr_scheduler_step", "training_step", "on_validation_model_eval"),
-    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    *MOVES,
 )
 
 
