@@ -137,7 +137,7 @@ NAMES = (
     # The mark of schedulers, the state before the first step, and where a scale is waited for.
     Names("torch.optim.lr_scheduler:LRScheduler", "_wrapped_by_lr_sched"),
     Names("torch.optim:AdamW", "_init_group"),
-    Names("torch.overrides", "_pop_mode _push_mode", "offload"),
+    Names("torch.overrides", "_get_current_function_mode_stack _pop_mode _push_mode", "offload"),
     Names("torch.optim.optimizer", "_global_optimizer_post_hooks _global_optimizer_pre_hooks"),
     Names("torch.amp:GradScaler", "_unscale_grads_", "offload"),
     # The allocator's history, which torch documents under these names.

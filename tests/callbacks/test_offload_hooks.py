@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
@@ -259,6 +260,34 @@ def test_of_any_kind(name, hook):
         return READS["data"](module)
 
     _assert_as_without(name, hook, look_and_change)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "blocks"])
+def test_a_mode_that_one_hook_enters_and_another_one_leaves(name):
+    """As those that count what a step does."""
+
+    class Counts(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    modes: list[Any] = []
+
+    def enter(self: Any, trainer: Any, module: Any, *_: Any) -> None:
+        modes.append(Counts().__enter__())
+        next(module.parameters()).detach()
+
+    def leave(self: Any, *_: Any) -> None:
+        modes[-1].__exit__(None, None, None)
+
+    counting = callback_with(on_train_batch_start=enter, on_train_batch_end=leave)
+    saving = quiet(preset="off", **SETTINGS[name])
+    found = fit(make_lit(model="tied"), saving, counting)
+    assert all(mode.count > 10 for mode in modes)
+    assert_same(found[:2], fit(make_lit(model="tied"), quiet(preset="off"))[:2])
+    assert torch.overrides._get_current_function_mode_stack() == []
 
 
 @pytest.mark.parametrize("is_global", [False, True])

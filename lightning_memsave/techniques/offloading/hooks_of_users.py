@@ -54,13 +54,15 @@ class Settled(TorchFunctionMode):
         self._residence = residence
         self._parts: dict[int, Any] = {}  # by the memory of their weights
 
-    # A step may call a block within a mode of its own.
+    # A step may call a block within a mode of its own, and a hook may leave a mode that another one
+    # has entered, which takes the top one away, whose ever it is.
     def __exit__(self, *_: object) -> None:
-        above: list[Any] = []
-        while (mode := torch.overrides._pop_mode()) is not self:
-            above.append(mode)
-        for each in reversed(above):
-            torch.overrides._push_mode(each)
+        modes = torch.overrides._get_current_function_mode_stack()
+        place = modes.index(self) if self in modes else len(modes) - 1
+        for _each in modes[place:]:
+            torch.overrides._pop_mode()
+        for mode in modes[place + 1 :]:
+            torch.overrides._push_mode(mode)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
