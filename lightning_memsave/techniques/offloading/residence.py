@@ -343,8 +343,7 @@ class Residence:
         return Problem(
             f"{self.names_of([param])} in the graph",
             "it is used outside of its module's forward pass, where it waits on the host",
-            'Use `offload="optimizer"` and compute with it after the model was called, or set '
-            '`offload="activations"` or `None`.',
+            'Use `offload="optimizer"`, or set `offload="activations"` or `None`.',
         )
 
     # At the end of backward: on the thread that called it, or on CUDA that of the device.
