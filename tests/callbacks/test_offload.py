@@ -295,19 +295,22 @@ class TestMemory:
         assert dict(summary.rows())["on the host"] == f"{held}, predicted {host}"
         assert f"and {host} on the host: what is offloaded" in str(callback.prediction)
 
+    def sizes(self, optimizer: Any, low: Any) -> dict[str, Any]:
+        """What decides how many bytes a weight has, in a fit that is predicted."""
+        return {
+            "predict": 60,
+            "optimizer": optimizer and LowBitOptimizer(force_8bit=("*",)),
+            "low_precision_weights": low,
+            "precision": low and "bf16-mixed",
+            "micro_batch_size": HALVE,
+        }
+
     @pytest.mark.parametrize("low", [None, "master", "split"])
     @pytest.mark.parametrize("optimizer", [None, "8bit"])
     def test_host_bytes_are_predicted(self, optimizer, low):
         """Of gradients, there is room for two blocks."""
         lit = fused_lit("tied")
-        callback = only(
-            predict=60,
-            optimizer=optimizer and LowBitOptimizer(force_8bit=("*",)),
-            low_precision_weights=low,
-            precision=low and "bf16-mixed",
-            optimizer_in_backward=True,
-            micro_batch_size=HALVE,
-        )
+        callback = only(**self.sizes(optimizer, low), optimizer_in_backward=True)
         fit(lit, callback)
         assert_predicted(callback)
         params = [*lit.parameters()]
@@ -345,13 +348,9 @@ class TestMemory:
         """Beside what is counted, an update has copies of a weight and its gradient in float32."""
         lit = fused_lit("classifier")
         callback = only(
-            predict=60,
+            **self.sizes(optimizer, low),
             offload=Offloading(what, min_table_bytes=2**12),
-            optimizer=optimizer and LowBitOptimizer(force_8bit=("*",)),
-            low_precision_weights=low,
-            precision=low and "bf16-mixed",
             optimizer_in_backward=in_backward,
-            micro_batch_size=HALVE,
         )
         fit(lit, callback)
         more = callback.prediction.peak.host_bytes - summary_of(callback).host_bytes

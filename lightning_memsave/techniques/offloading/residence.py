@@ -34,8 +34,7 @@ PART = "_memsave_part"
 class Residence:
     """Decides when the parameters of a model are on the device."""
 
-    before_blocks = contextlib.ExitStack()
-    """What is left when a block is called, which waits for its weights itself."""
+    before_blocks = contextlib.ExitStack()  # of a step: left where it calls a block, which waits
 
     def __init__(
         self,
@@ -343,7 +342,8 @@ class Residence:
         return Problem(
             f"{self.names_of([param])} in the graph",
             "it is used outside of its module's forward pass, where it waits on the host",
-            'Use `offload="optimizer"`, or set `offload="activations"` or `None`.',
+            'Use `offload="optimizer"`, under DDP computing with it after the model was called; or '
+            'set `offload="activations"` or `None`.',
         )
 
     # At the end of backward: on the thread that called it, or on CUDA that of the device.
