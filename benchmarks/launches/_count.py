@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_memsave import predict_memory
-from lightning_memsave.core.memory import HOST, category_in_context, is_fake, is_host
+from lightning_memsave.core.memory import (
+    HOST,
+    category_in_context,
+    is_fake,
+    is_host,
+    repeats_in_context,
+)
 from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.work import NO_KERNEL, flop_formula
@@ -84,16 +90,16 @@ class StepCounter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.rpartition("::")[2]
+        name, repeats = func._schema.name.rpartition("::")[2], repeats_in_context()
         if (name in WAITING or _has_mask(name, args)) and not self._is_there(args[0]):
             self.counts.waits[name] += 1
         if name not in NO_KERNEL and not func.is_view and not _is_of_host(args):
-            self.counts.operators[name] += 1
-            self.counts.recomputed += in_backward() and torch.is_grad_enabled()
+            self.counts.operators[name] += repeats
+            self.counts.recomputed += repeats * (in_backward() and torch.is_grad_enabled())
         if name == "copy_":
             self._count_copy(*args[:2])
         if (formula := flop_formula(func)) is not None:
-            self.counts.flop += int(formula(*args, **(kwargs or {}), out_val=result))
+            self.counts.flop += repeats * int(formula(*args, **(kwargs or {}), out_val=result))
         return result
 
     def __enter__(self) -> Self:

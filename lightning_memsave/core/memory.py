@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -148,6 +148,24 @@ def repeated(number: int) -> Iterator[None]:
 def repeats_in_context() -> int:
     """Return how many computations one stands for inside `repeated`; 1 outside."""
     return _context.repeats
+
+
+def each_part(
+    of: Tensor, num: int, size: int, use: Callable[[slice], None], *, is_first_apart: bool = False
+) -> None:
+    """Call a function with each part of so many rows or elements.
+
+    Parts of fake tensors that are as large as each other are equal, as they have no values: it is
+    called with one of them, and with the first one if that differs.
+    """
+    parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
+    repeats = [1] * len(parts)
+    if is_fake(of):
+        equal = slice(int(is_first_apart), num // size)
+        parts[equal], repeats[equal] = parts[equal][:1], [len(parts[equal])][: len(parts[equal])]
+    for part, number in zip(parts, repeats, strict=True):
+        with repeated(number):
+            use(part)
 
 
 def host_copies() -> contextlib.AbstractContextManager[None]:

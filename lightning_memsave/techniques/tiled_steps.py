@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.memory import is_fake, is_host, on_cuda, repeated
+from lightning_memsave.core.memory import each_part, is_host, on_cuda
 from lightning_memsave.techniques.muon import is_of_muon
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, ELEMENTWISE, is_low_bit
 from lightning_memsave.techniques.optimizer_step import run_step
@@ -58,7 +58,7 @@ def step_in_tiles(
     new_state: dict[str, Any] = {}
     size, numel = _tile_numel(param), param.numel()
 
-    def step_tile(part: slice, _: int) -> None:
+    def step_tile(part: slice) -> None:
         values = weights.load(part)
         # Without state, the optimizer initializes it for each tile.
         before = {key: _cut(key, value, numel, part) for key, value in state.items()}
@@ -74,31 +74,8 @@ def step_in_tiles(
                 view.copy_(value)
             new_state[key] = value if view is None else whole
 
-    each_tile(param, size, step_tile, is_first_apart=not state)
+    each_part(param, numel, size, step_tile, is_first_apart=not state)
     state.update(new_state)
-
-
-def each_tile(
-    param: Tensor,
-    size: int,
-    step_tile: Callable[[slice, int], None],
-    *,
-    is_first_apart: bool = False,
-) -> None:
-    """Call a function with each tile and its number."""
-    numel = param.numel()
-    tiles = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
-    if is_fake(param):  # those that are as large as each other are equal: they have no values
-        if is_first_apart:
-            step_tile(tiles.pop(0), 0)
-        *equal, last = tiles
-        equal += [last] * (numel % size == 0)
-        tiles = [last] * (numel % size != 0)
-        if equal:
-            with repeated(len(equal)):
-                step_tile(equal[0], 0)
-    for index, tile in enumerate(tiles):
-        step_tile(tile, index)
 
 
 def step_values(

@@ -14,7 +14,10 @@ from lightning_memsave import predict_memory
 from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
+from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.work import Kernel, Work, WorkCounter
+from lightning_memsave.techniques.chunked_cross_entropy.call import LossSettings, Operands
+from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 
 
 class Counting(LiveTensors):
@@ -322,6 +325,23 @@ def test_all_tiles_of_an_update_count(width):
     (half, half_peak), (whole, whole_peak) = moved(2**14), moved(2**15)
     assert whole == pytest.approx(2 * half, rel=1e-4)
     assert half_peak < whole_peak < 2 * half_peak
+
+
+@pytest.mark.parametrize("num_rows", [40, 4 * 64, 4 * 64 + 40])
+def test_all_chunks_of_a_loss_count(num_rows):
+    """On fake tensors equal ones run once; they count as all of them do on real ones."""
+    tensors = torch.randn(num_rows, 8), torch.randn(500, 8), torch.arange(num_rows)
+
+    def counted(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[dict[Kernel, float], int]:
+        operands = Operands((hidden.requires_grad_(),), (weight.requires_grad_(),), None, None)
+        with Counting() as counting:
+            settings = LossSettings(chunk_size=64)
+            linear_cross_entropy(operands, labels, settings=settings).backward()
+        return dict(counting.counter.work()), counting.peak.total_bytes
+
+    expected = counted(*tensors)
+    with fake_tensors() as fakes:
+        assert counted(*(fakes.copy_batch(t.detach()) for t in tensors)) == expected
 
 
 @pytest.fixture

@@ -95,9 +95,9 @@ def test_a_tile_is_few_launches(kind, expected, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_logits_are_aligned_and_never_copied(kind):
     counted = launches(kind, 3)
-    logits = [product for product in counted.products if product.shape == (CHUNK, CLASSES)]
-    assert len(logits) == 3
-    assert all(product.stride() == (5056, 1) for product in logits)
+    # Equal chunks of fake tensors run once.
+    (logits,) = [product for product in counted.products if product.shape == (CHUNK, CLASSES)]
+    assert logits.stride() == (5056, 1)
     copies = [made for made in counted.made if made.shape[:1] == (CHUNK,)]
     assert all(made.shape[-1] < CLASSES for made in copies)
 

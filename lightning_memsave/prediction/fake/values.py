@@ -453,7 +453,9 @@ def _is_computable(func: Any, result: Any) -> bool:
     if result is None and func._schema.is_mutable:
         return True  # it changed lists of tensors, such as an optimizer's step counts
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if "empty" in func._schema.name and any(t.is_floating_point() for t in tensors):
+    # Memory that is written before it is read; bytes are room for other things.
+    is_room = "empty" in func._schema.name
+    if is_room and any(t.is_floating_point() or t.dtype is torch.uint8 for t in tensors):
         return False
     return bool(tensors) and all(
         isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL and t.fake_device.type != "meta"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.memory import on_cuda
+from lightning_memsave.core.memory import each_part, on_cuda
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call
 from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     add_product,
@@ -116,7 +116,8 @@ def run(
         gradients = None if shares is None else Gradients(call, needs)
         if call.settings.label_smoothing:
             sums = torch.empty_like(losses)
-        for chunk in chunks_of_logits(call, has_gradients=gradients is not None, needs=needs):
+
+        def add(chunk: Chunk) -> None:
             place = chunk.place
             target = _classes(call, counted, place).unsqueeze(1)
             chosen = chunk.logits.gather(1, target).squeeze(1)
@@ -131,6 +132,8 @@ def run(
                 normalizers[place] = largest
             if shares is not None and gradients is not None:
                 gradients.add(chunk, shares.subtract_targets(chunk, target))
+
+        each_chunk(call, add, has_gradients=gradients is not None, needs=needs)
         log_totals = totals.log_().neg_() if on_cuda(totals) else totals.log_()
         finish_losses(call, losses, log_totals, sums)
         if normalizers is not None:
@@ -165,9 +168,13 @@ class Chunk(NamedTuple):
     """Each (V, D), in the type of its part."""
 
 
-def chunks_of_logits(
-    call: Call, *, has_gradients: bool = False, needs: tuple[bool, ...] = ()
-) -> Iterator[Chunk]:
+def each_chunk(
+    call: Call,
+    use: Callable[[Chunk], None],
+    *,
+    has_gradients: bool = False,
+    needs: tuple[bool, ...] = (),
+) -> None:
     """Compute logits chunk by chunk; call it inside `without_autograd`."""
     operands, num_rows, width = call.operands, len(call.target), call.num_classes
     size = call.chunk_size(has_gradients=has_gradients, needs=needs)
@@ -178,17 +185,19 @@ def chunks_of_logits(
     dtypes = {weight.dtype for weight in weights}
     if has_gradients and on_cuda(call.target) and len(dtypes) == 1 and buffer.dtype not in dtypes:
         narrow = torch.empty_like(buffer, dtype=weights[0].dtype)
-    for start in range(0, num_rows, size):
-        place = slice(start, min(start + size, num_rows))
+
+    def compute(place: slice) -> None:
         parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
-        num = place.stop - start
+        num = place.stop - place.start
         padded = buffer[:num]
         logits = padded[:, :width]
         if call.num_columns > width:
             padded[:, width:].fill_(-math.inf)
         compute_logits(logits, parts, weights, operands.bias)
         scale_and_shift(logits, operands.scale, operands.shift)
-        yield Chunk(place, logits, padded, None if narrow is None else narrow[:num], parts, weights)
+        use(Chunk(place, logits, padded, None if narrow is None else narrow[:num], parts, weights))
+
+    each_part(operands.inputs[0], num_rows, size, compute)
 
 
 @contextmanager

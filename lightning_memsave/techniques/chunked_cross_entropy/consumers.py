@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
-    chunks_of_logits,
+    Chunk,
+    each_chunk,
     tiled_argmax,
     without_autograd,
 )
@@ -74,12 +75,14 @@ def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
     def rounded(logits: Tensor) -> Tensor:  # to the type of the logits, to keep ties
         return logits.to(product.dtype).to(part.dtype)
 
+    def choose(chunk: Chunk) -> None:
+        found[chunk.place] = rounded(chunk.logits).argmax(1)
+
     if operands.host is not None:
         found = tiled_argmax(call, rounded)
     else:
         with without_autograd(call):
-            for chunk in chunks_of_logits(call):
-                found[chunk.place] = rounded(chunk.logits).argmax(1)
+            each_chunk(call, choose)
     found = found.view(lead)
     return found.unsqueeze(dim) if keepdim else found
 

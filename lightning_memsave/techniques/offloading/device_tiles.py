@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.memory import counted_as
+from lightning_memsave.core.memory import counted_as, each_part
 from lightning_memsave.techniques.flat_memory import aligned, is_in_piece, tensor_in
 from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.muon import is_of_muon
 from lightning_memsave.techniques.offloading.part import Part, join_weight, split_weight
 from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, is_low_bit
 from lightning_memsave.techniques.optimizer_step import group_of
-from lightning_memsave.techniques.tiled_steps import Values, each_tile, step_together
+from lightning_memsave.techniques.tiled_steps import Values, step_together
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 2**21, 2**22
 """A tile is an eighth of its parameter between these limits. Smaller ones take longer to launch
@@ -179,12 +179,12 @@ class DeviceTiles:
     def _step_tiles(self, optimizer: Any, update: Update, size: int) -> None:
         counts = set()
 
-        def step_tile(tile: slice, _: int) -> None:
+        def step_tile(tile: slice) -> None:
             (after,) = self._update(optimizer, [_Piece(update, tile)])
             counts.add(after["step"])
 
         with counted_as(""):
-            each_tile(update.param, size, step_tile)
+            each_part(update.param, update.param.numel(), size, step_tile)
         (optimizer.state[update.stand_in]["step"],) = counts
 
     def _step_matrix(self, optimizer: Any, whole: "_Piece") -> None:
