@@ -69,15 +69,17 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):  # a DTensor names its mesh too
                 yield from storages_of(inner)
-    elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
-    elif tensor.layout is torch.strided:
+        return
+    layout = tensor.layout
+    if layout is torch.strided:
         try:
             storage = tensor.untyped_storage()
         except RuntimeError:  # the wrappers of torch.func have none
             return
         yield storage
+    elif layout is torch.sparse_coo:
+        yield from storages_of(tensor._indices())
+        yield from storages_of(tensor._values())
 
 
 def device_of(module: nn.Module | None) -> torch.device:

@@ -157,17 +157,19 @@ class WorkCounter:
         tensors = [*operands(args), *operands(kwargs.values())]
         # The first may be a sum in another type.
         dtype = str(tensors[:2][-1].dtype).removeprefix("torch.") if tensors else ""
-        num_bytes = sum(map(_moved_bytes, tensors))
+        moved = [*map(_moved, tensors)]
+        num_bytes = sum(size for size, _ in moved)
         if not traits.overwrites:
             changed = [args[i] for i in traits.written if i < len(args)]
-            num_bytes += sum(map(_moved_bytes, operands(changed if result is None else (result,))))
+            made = operands(changed if result is None else (result,))
+            num_bytes += sum(_moved(tensor)[0] for tensor in made)
         kind: Kind = traits.kind
         if kind == "elementwise":
-            kind = _place_of(tensors, is_copy=traits.is_copy)
+            kind = _place_of([on_host for _, on_host in moved], is_copy=traits.is_copy)
             if kind in ("to_host", "from_host"):
                 num_bytes //= 2
         elif kind == "network":
-            num_bytes = _sent_bytes([_moved_bytes(tensor) for tensor in tensors])
+            num_bytes = _sent_bytes([size for size, _ in moved])
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
         num_launches, num_tensors = traits.num_launches, len(args[0]) if traits.is_list else 1
         if traits.is_list:
@@ -206,8 +208,7 @@ def _with_own_heads(args: Sequence[Any]) -> list[Any]:
 
 
 # What is made while host copies are made is on the host, too.
-def _place_of(tensors: Sequence[Tensor], *, is_copy: bool) -> Kind:
-    on_host = [any(map(is_host, storages_of(tensor))) for tensor in tensors]
+def _place_of(on_host: Sequence[bool], *, is_copy: bool) -> Kind:
     targets, sources = on_host[: len(on_host) // 2], on_host[len(on_host) // 2 :]
     if is_copy and all(targets) and not any(sources):
         return "to_host"
@@ -229,10 +230,13 @@ def _sent_bytes(sizes: Sequence[int]) -> int:
     return abs(sizes[0] - sizes[1]) if len(sizes) == 2 else sum(sizes)
 
 
-# Expanded and sparse tensors have fewer bytes than elements.
-def _moved_bytes(tensor: Tensor) -> int:
-    num_bytes = sum(storage.nbytes() for storage in storages_of(tensor))
-    return min(tensor.numel() * tensor.element_size(), num_bytes)
+# The bytes, and whether they are on the host. Expanded and sparse tensors have fewer than elements.
+def _moved(tensor: Tensor) -> tuple[int, bool]:
+    num_bytes, on_host = 0, False
+    for storage in storages_of(tensor):
+        num_bytes += storage.nbytes()
+        on_host = on_host or is_host(storage)
+    return min(tensor.numel() * tensor.element_size(), num_bytes), on_host
 
 
 class _Traits(NamedTuple):

@@ -93,7 +93,8 @@ NAMES = (
     Names(
         "torch._C",
         "_DisableTorchDispatch _ExcludeDispatchKeyGuard _dispatch_has_kernel_for_dispatch_key"
-        " _dispatch_get_registrations_for_dispatch_key _dispatch_keyset_full_after",
+        " _dispatch_get_registrations_for_dispatch_key _dispatch_keyset_full_after"
+        " _set_throw_on_mutable_data_ptr",
         "predict",
     ),
     Names("torch._C", "_DisableFuncTorch _are_functorch_transforms_active _functorch"),
@@ -101,6 +102,7 @@ NAMES = (
     Names("torch._C:_nn", "_parse_to", "chunked_cross_entropy"),  # how `Module.to` reads arguments
     Names("torch.autograd.forward_ad", "_current_level", "chunked_cross_entropy"),
     Names("torch:Tensor", "_make_wrapper_subclass"),
+    Names("torch:Tensor", "_make_subclass", "predict"),
     # Operators that have no other name.
     Names("torch:ops.aten", "_to_copy"),
     Names(
