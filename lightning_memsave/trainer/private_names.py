@@ -94,7 +94,7 @@ NAMES = (
         "torch._C",
         "_DisableTorchDispatch _ExcludeDispatchKeyGuard _dispatch_has_kernel_for_dispatch_key"
         " _dispatch_get_registrations_for_dispatch_key _dispatch_keyset_full_after"
-        " _set_throw_on_mutable_data_ptr",
+        " _set_warn_deprecated_on_mutable_data_ptr",
         "predict",
     ),
     Names("torch._C", "_DisableFuncTorch _are_functorch_transforms_active _functorch"),

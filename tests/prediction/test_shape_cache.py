@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_memsave.prediction.fake import kernels as _fake_kernels
 from lightning_memsave.prediction.fake.values import LARGEST
@@ -52,6 +52,20 @@ def test_gives_what_torch_gives(name: str) -> None:
             args = arguments(x)
             result = _fake_kernels.run_cached(func, args, {})
             assert _described(result) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_its_fake_tensors_are_those_of_the_constructor(dtype: torch.dtype) -> None:
+    with FakeTensorMode() as mode:
+        x = torch.empty(4, 8, dtype=dtype)
+        mine = _fake_kernels.run_cached(aten.t.default, (x,), {})
+        mine = _fake_kernels.run_cached(aten.t.default, (x,), {})  # the second one is remembered
+        with torch._C._DisableTorchDispatch():
+            constructed = FakeTensor(mode, torch.empty(8, 4, dtype=dtype, device="meta"), "cpu")
+        assert type(mine) is FakeTensor
+        assert vars(mine) == vars(constructed)
+        keys = [torch._C._dispatch_keys(tensor) for tensor in (mine, constructed)]
+        assert keys[0] == keys[1]
 
 
 @pytest.mark.parametrize("name", ["transpose", "slice", "unsafe_view", "in_place"])

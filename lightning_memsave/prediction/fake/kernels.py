@@ -169,7 +169,7 @@ def _fake(mode: Any, made: Tensor) -> Tensor:
     fake: Tensor = Tensor._make_subclass(
         FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=_CPU
     )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     vars(fake).update(attributes)
     return fake
 
