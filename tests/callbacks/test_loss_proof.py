@@ -751,6 +751,21 @@ class TestTheProof:
         with pytest.raises(IncompatibleError, match="its loss cannot be split"):
             train(Tokens(), batches, two_means_of_different_things, only(3))
 
+    def test_labels_of_float64_prove_as_much_for_a_float32_module(self):
+        """Which a DataLoader makes of Python's floats."""
+        batch = regression()
+        batch["x"] = batch["x"].float()
+        found, model = [], vectors()
+        for callback in (None, only(3)):
+            lit = make_lit(
+                model=copy.deepcopy(model),
+                training_step=lambda self, batch, batch_idx: mse(self.model, batch),
+                train_dataloader=lambda self: loader_of([batch, batch]),
+            )
+            found.append(fit(lit, *filter(None, [callback]), limit_val_batches=0)[0])
+        assert found[1] == pytest.approx(found[0], rel=1e-6)
+        assert BY_SAMPLES in row(callback).details[1]
+
     def test_waits_for_a_batch_of_two_samples(self):
         batches = [{k: v[:1] for k, v in regression().items()}, regression()]
         callback = only(1)
