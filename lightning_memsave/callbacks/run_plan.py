@@ -14,10 +14,10 @@ from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.callbacks.settings.arguments import make_settings
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.setting import Arguments
-from lightning_memsave.core.technique import Exactness
+from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.errors import IncompatibleError, InfeasiblePlanError, MemsaveError, Problem
 from lightning_memsave.planning.budget import margin_of, read_budget
-from lightning_memsave.planning.plan import MemoryPlan
+from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.plan_step import search_for
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.prediction.cuda.constants import context_bytes
@@ -25,7 +25,7 @@ from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.resident_blocks import fill
 from lightning_memsave.prediction.what_if import what_if_of
-from lightning_memsave.techniques.registry import entries, values_of
+from lightning_memsave.techniques.registry import entries, leaves_open, values_of
 from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
 from lightning_memsave.trainer.first_batch import first_batch
 
@@ -115,7 +115,8 @@ def _plan(
     budget_bytes = read_budget(budget, total_bytes, gpu.name if gpu else "")
     exactness = Exactness(arguments["exactness"])
     is_exact = saved is not None and exactness.allows(Exactness(saved.plan.exactness))
-    if saved is not None and is_exact and saved.budget_bytes <= budget_bytes:
+    is_enough = saved is not None and saved.budget_bytes <= budget_bytes
+    if saved is not None and is_exact and is_enough and _has_as_given(saved.plan, arguments):
         exact = (p for p in saved.ladder if exactness.allows(Exactness(p.exactness)))
         return replace(saved, budget_bytes=budget_bytes, ladder=tuple(exact))
     limit_s = _limit_s(arguments)
@@ -132,6 +133,17 @@ def _plan(
                 raise
             off = ", ".join(f"`{name}` ({why})" for name, why in closed.items())
             raise InfeasiblePlanError(f"{error} Not planned: {off}.", error.smallest) from error
+
+
+# What a plan has on may be given otherwise now. Objects hold functions, which cannot be compared.
+def _has_as_given(plan: Plan, arguments: Arguments) -> bool:
+    given = {e.argument: arguments[e.argument] for e in entries()}
+    return all(
+        value == plan.settings.get(name)
+        for name, value in given.items()
+        if plan.settings.get(name) not in (None, "auto")
+        and not (leaves_open(value) or value == "halve" or isinstance(value, Technique))
+    )
 
 
 # A slow search must not end a fit that might train: the wall, and smaller micro-batches when memory

@@ -80,10 +80,13 @@ class RunFacts:
     is_evaluation: bool = False
     precision: str = ""
     kept: Kept | None = None
+    without_effect: frozenset[str] = frozenset()
+    """Settings that find nothing to change in the module, and are refused if they are written."""
 
     def is_open(self, name: str) -> bool:
-        """Say whether a setting is neither on nor refused."""
-        return not any(row.name == name and row.status != "unchanged" for row in self.rows)
+        """Say whether a setting is neither on nor refused, and has something to change."""
+        is_shown = any(row.name == name and row.status != "unchanged" for row in self.rows)
+        return not is_shown and name not in self.without_effect
 
     def status_of(self, name: str) -> str:
         return next((row.status for row in self.rows if row.name == name), "")
@@ -231,14 +234,14 @@ def _suite(run: RunFacts) -> list[str]:
     values["micro_batch_size"] = "halve"
     is_open = [f"`{name}={value!r}`" for name, value in values.items() if run.is_open(name)]
     names = ", ".join(is_open).replace("'", '"')
-    what = "Add to `MemSaveCallback` what is neither on nor refused in its table"
+    what = "Add to `MemSaveCallback`, one by one, what is neither on nor refused in its table"
     return [f"{what}: {names}."] if is_open else []
 
 
 def _smaller_batch(run: RunFacts) -> list[str]:
     status = run.status_of("micro_batch_size")
     if status == "on":
-        return ["Use shorter samples or a smaller model: batches are split already."]
+        return ["Use shorter samples or a smaller model: what does not fit is split already."]
     advice = ["Use a smaller batch with `accumulate_grad_batches`, or shorter samples."]
     for row in run.rows:
         if row.name == "micro_batch_size" and any("split_batch" in text for text in row.details):

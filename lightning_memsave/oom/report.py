@@ -1,9 +1,11 @@
 """What is known when memory ran out, as text, as JSON and as files."""
 
+import contextlib
 import json
 import os
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +19,12 @@ from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.nested import items_of
 from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
 from lightning_memsave.core.versions import versions
-from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemoryExhaustedError,
+    NoEffectWarning,
+)
 from lightning_memsave.measure.alive_tensors import (
     AliveTensor,
     find_alive_tensors,
@@ -35,6 +42,8 @@ from lightning_memsave.oom.advice import RunFacts, kept_bytes, most_kept
 from lightning_memsave.oom.diagnosis import Diagnosis, diagnose
 from lightning_memsave.oom.message import OutOfMemory, read_out_of_memory
 from lightning_memsave.prediction.cuda.allocator import ALLOCATOR_VARIABLES
+from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.trainer.failures import describe
 from lightning_memsave.units import format_bytes
 
@@ -309,8 +318,22 @@ def _diagnose(trainer: Any, oom: OutOfMemory, alive: Sequence[AliveTensor]) -> D
         getattr(trainer.state.stage, "value", None) in _EVALUATION,
         str(trainer.precision),
         most_kept(alive),
+        _without_effect(trainer.lightning_module),
     )
     return diagnose(oom, settings, run)
+
+
+# No table names them where the preset is without them.
+def _without_effect(module: Any) -> frozenset[str]:
+    found = set()
+    for kind in (AttentionKernel, ChunkedCrossEntropy):
+        technique: Any = kind.from_value(kind.offers[-1].value)
+        with warnings.catch_warnings(), contextlib.suppress(IncompatibleError):  # it is on
+            warnings.simplefilter("ignore", NoEffectWarning)
+            handle = technique.apply(module)
+            handle.undo()
+            found |= set() if handle.changes else {kind.argument}
+    return frozenset(found)
 
 
 def find_alive(

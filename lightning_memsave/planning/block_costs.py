@@ -150,12 +150,14 @@ class BlockCosts:
         return peak, sum(self.seconds_by_phase(kinds, num_resident).values())
 
     # While a block computes, what the one before it saved leaves, and comes back in backward: as
-    # much as its own in the recorded steps. The first block has none before it.
+    # much as its own in the recorded steps. The first block has none before it; of two blocks, none
+    # is between others.
     def _shifts(self, keys: Sequence[tuple[int, _Place, str]], number: int) -> dict[int, int]:
         def saved(run: int, kind: str) -> int:
-            ends = (self._costs[run, place, kind].visits for place in ("first", "between"))
-            first, between = (v[number].change if number < len(v) else 0 for v in ends)
-            return first - between
+            following = "between" if (run, "between", kind) in self._costs else "last"
+            ends = (self._costs[run, place, kind].visits for place in ("first", following))
+            first, other = (v[number].change if number < len(v) else 0 for v in ends)
+            return first - other
 
         return {
             index: saved(run, kind) - saved(run, before)

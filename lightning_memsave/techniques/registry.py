@@ -140,15 +140,20 @@ _GONE = (
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings of a plan in a checkpoint, also those of earlier versions."""
-    found = {name: value for name, value in settings.items() if name not in _GONE}
+    found = {name: _restored(value) for name, value in settings.items() if name not in _GONE}
     optimizer, patterns = settings.get("optimizer"), settings.get("force_8bit")
-    if isinstance(optimizer, Mapping):
-        is_named = optimizer["class_path"].endswith(NamedOptimizer.__name__)
-        made = NamedOptimizer if is_named else LowBitOptimizer
-        found["optimizer"] = made(**optimizer["init_args"])
-    elif optimizer and patterns:  # before they were settings of `LowBitOptimizer`
+    if isinstance(optimizer, str) and patterns:  # before they were settings of `LowBitOptimizer`
         found["optimizer"] = LowBitOptimizer(optimizer, force_8bit=tuple(patterns))
     return found
+
+
+# What else is an object, such as with functions of the user, is given again.
+def _restored(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        for kind in (LowBitOptimizer, NamedOptimizer, Offloading):
+            if value["class_path"].endswith(f".{kind.__name__}"):
+                return kind(**value["init_args"])
+    return value
 
 
 def uses_blocks(settings: Mapping[str, Any]) -> bool:

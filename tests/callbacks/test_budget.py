@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import ActivationCheckpointing, MemSaveCallback, MicroBatching
+from lightning_memsave import (
+    ActivationCheckpointing,
+    MemSaveCallback,
+    MicroBatching,
+    Offloading,
+)
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.errors import (
     ConfigurationError,
@@ -330,6 +335,28 @@ def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
             assert resumed.plan.plan == in_force
         else:
             assert resumed.plan.plan.device_bytes <= budget
+
+
+def test_a_resumed_run_keeps_blocks_on_the_device_and_plans_again_for_other_settings(
+    tmp_path, plain
+):
+    def make(offload: Any) -> MemSaveCallback:
+        given: dict[str, Any] = {"activation_checkpointing": "all", "micro_batch_size": None}
+        budget = plain[2] * 2 // 5
+        return MemSaveCallback(budget=budget, offload=offload, **ONLY_IN_PARTS | given)
+
+    open_number, path = Offloading("parameters", resident="auto"), tmp_path / "last.ckpt"
+    callback = make(open_number)
+    _, _, trainer = fit(encoder(), callback)
+    assert callback.plan.plan.settings["offload"].resident > 0
+    trainer.save_checkpoint(path)
+
+    resumed = make(open_number)
+    make_trainer(pl, resumed, max_epochs=2).fit(encoder(), ckpt_path=path)
+    assert resumed.plan.plan == callback.plan.plan
+    assert peak_of(resumed) == pytest.approx(peak_of(callback), abs=24)
+    with pytest.raises(InfeasiblePlanError):
+        make_trainer(pl, make(None), max_epochs=2).fit(encoder(), ckpt_path=path)
 
 
 def test_evaluation_needs_no_plan():

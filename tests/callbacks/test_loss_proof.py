@@ -751,6 +751,21 @@ class TestTheProof:
         with pytest.raises(IncompatibleError, match="its loss cannot be split"):
             train(Tokens(), batches, two_means_of_different_things, only(3))
 
+    def test_labels_of_float64_prove_as_much_for_a_float32_module(self):
+        """Which a DataLoader makes of Python's floats."""
+        batch = regression()
+        batch["x"] = batch["x"].float()
+        lit = make_lit(
+            model=vectors(),
+            training_step=lambda self, batch, batch_idx: mse(self.model, batch),
+            train_dataloader=lambda self: loader_of([batch, batch]),
+        )
+        callback = only(3)
+        truth, *_ = fit(lit, limit_val_batches=0)
+        losses, *_ = fit(lit, callback, limit_val_batches=0)  # of a copy
+        assert losses == pytest.approx(truth, rel=1e-6)
+        assert BY_SAMPLES in row(callback).details[1]
+
     def test_waits_for_a_batch_of_two_samples(self):
         batches = [{k: v[:1] for k, v in regression().items()}, regression()]
         callback = only(1)

@@ -1,6 +1,8 @@
 """What is left, said and written when memory runs out for good."""
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,16 @@ class TestAdvice:
         error = raised_in(package, lit, callback, num_sanity_val_steps=0)
         is_in_validation = "validation" in hook
         self.check(error, *(["micro_batch_size"] if is_in_validation else []))
+
+    def test_names_settings_that_the_project_can_use(self, package):
+        """No model of Hugging Face and no large head: `attention=` would be refused."""
+        error = raised_in(package, make_lit(package, on_train_epoch_end=fail), MemSaveCallback())
+        (line,) = re.findall("Add to `MemSaveCallback`, one by one, (.*)", error.__notes__[0])
+        settings = re.findall(r"`(\w+)=(.*?)`", line)
+        assert "offload" in dict(settings)
+        for name, value in settings:
+            callback = MemSaveCallback(**{name: ast.literal_eval(value)})
+            make_trainer(package, callback, max_steps=1).fit(make_lit(package))
 
     @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
     @pytest.mark.parametrize("hook", ["step", "epoch_end", "transfer_batch_to_device"])

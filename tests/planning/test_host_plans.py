@@ -32,21 +32,28 @@ NUM_BLOCKS = 7
 
 @functools.cache
 def model() -> Any:
+    return gpt2(NUM_BLOCKS)
+
+
+def gpt2(num_blocks: int) -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_embd=256, n_layer=NUM_BLOCKS, n_head=4, n_positions=64, vocab_size=300, bos_token_id=0,
+        n_embd=256, n_layer=num_blocks, n_head=4, n_positions=64, vocab_size=300, bos_token_id=0,
         eos_token_id=0, use_cache=False,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
+def tokens(num_samples: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(num_samples, 64, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
 def variants_of(
     open_arguments=OPEN, exactness=Exactness.ROUNDING, num_samples=16, device="cuda", **settings
 ):
-    tokens = torch.zeros(num_samples, 64, dtype=torch.long)
-    batch = {"input_ids": tokens, "labels": tokens}
     off = dict.fromkeys({*OPEN, "micro_batch_size"} - {*open_arguments})
-    what_if = make_what_if(model(), batch, settings=off | settings, device=device)
+    what_if = make_what_if(model(), tokens(num_samples), settings=off | settings, device=device)
     return Variants(what_if, open_arguments, exactness, RATES)
 
 
@@ -89,6 +96,19 @@ def test_what_is_composed_of_few_blocks_is_what_is_predicted_of_all(recomputed, 
         assert seconds == pytest.approx(recorded().seconds(whole), rel=0.13)
         on_host = variant.host_bytes(kinds, num_resident)
         assert on_host == pytest.approx(whole.peak.host_bytes, abs=8 * MIB)
+
+
+@pytest.mark.parametrize("kinds", [("full", "keep"), ("selective", "keep")])
+def test_two_blocks_may_differ(kinds):
+    variants = Variants(
+        make_what_if(gpt2(2), tokens(16), settings={"micro_batch_size": None}, device="cuda"),
+        *(OPEN, Exactness.BITWISE, RATES),
+    )
+    assert variants.unchanged() is not None
+    for variant in variants.on_host(in_parts=False):
+        whole = variants.predict(variant, kinds)
+        peak_bytes, _ = variant.costs.peak_and_seconds(kinds)
+        assert peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
 
 
 def test_a_block_on_the_device_needs_its_bytes_there_and_saves_time():

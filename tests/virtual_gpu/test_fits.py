@@ -1,5 +1,6 @@
 """Fits of a Trainer on CUDA: with each setting as exactly as it declares, beside a plain fit."""
 
+import copy
 import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -308,6 +309,33 @@ def test_hooks_between_steps_meet_weights_on_the_host_as_if_on_the_device(what):
         found.append(
             [*lit.cpu().parameters(), *(t.cpu() for kind in teachers.teachers for t in kind)]
         )
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+class _Average(Callback):
+    """Copies the module in one hook, and averages its weights in another."""
+
+    def copy_module(self, trainer: Any, pl_module: Any) -> None:
+        self.average = copy.deepcopy(pl_module.model)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        weights = pl_module.model.parameters()
+        for mean, weight in zip(self.average.parameters(), weights, strict=True):
+            mean.data.lerp_(weight.detach(), 0.1)
+
+
+@pytest.mark.real_gpu_too
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_a_copy_from_before_the_first_step_is_on_the_device(hook):
+    found = []
+    for settings in ({}, {"offload": "parameters"}):
+        average = _Average()
+        setattr(average, hook, average.copy_module)
+        callbacks = [MemSaveCallback(**QUIET | settings), average]
+        lit = make_lit(model=build("dropout"))
+        fit(lit, *callbacks, accelerator="gpu", limit_val_batches=0)
+        assert all(each.is_cuda for each in average.average.parameters())
+        found.append([each.cpu() for each in average.average.parameters()])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 

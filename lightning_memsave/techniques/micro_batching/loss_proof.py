@@ -360,13 +360,20 @@ def _observe(
     values = [float(value) for value in torch.stack(losses).reshape(-1).tolist()]
     return _Observed(
         values,
-        torch.finfo(losses[0].dtype).eps,
+        _epsilon(losses[0], check.module),
         [[float(count) for count in counts] for counts in denominators],
         sorted(probe.ignored),
         probe.class_weights[:1],
         probe.has_logits,
         frozenset(name for name in probe.read if _is_other(left[0].get(name), left[2].get(name))),
     )
+
+
+# Labels that are Python's floats make float64 of the loss of a module that computes in float32.
+def _epsilon(loss: Tensor, module: nn.Module) -> float:
+    is_double = all(p.dtype == torch.float64 for p in module.parameters() if p.is_floating_point())
+    is_wider = loss.dtype == torch.float64 and not is_double
+    return torch.finfo(torch.float32 if is_wider else loss.dtype).eps
 
 
 def _is_other(one: Tensor | None, other: Tensor | None) -> bool:

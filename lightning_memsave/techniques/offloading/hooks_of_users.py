@@ -157,8 +157,10 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
-# In others the user computes nothing, or with what is on the host anyway.
+# In others the user computes nothing, or with what is on the host anyway. In the first of them many
+# make copies that they compute with later, such as averages of weights.
 _COMPUTING_HOOKS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
     *("on_before_optimizer_step", "on_after_backward", "on_train_epoch_end"),
 )
