@@ -54,8 +54,25 @@ def selective_contexts(kept: list[dict[Any, dict[int, Any]]]) -> Contexts:
     states: list[RandomState | None] = []
     return (
         _KeepRandomStates(forward, states, is_recomputation=False),
-        _KeepRandomStates(recomputation, states, is_recomputation=True),
+        _FirstTime(_KeepRandomStates(recomputation, states, is_recomputation=True)),
     )
+
+
+class _FirstTime(contextlib.AbstractContextManager[None]):
+    """Enters a context the first time only.
+
+    The first backward pass uses up what is kept, and a second one recomputes that, too.
+    """
+
+    def __init__(self, inner: contextlib.AbstractContextManager[Any]) -> None:
+        self._not_entered, self._entered = [inner], contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        while self._not_entered:
+            self._entered.enter_context(self._not_entered.pop())
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        return self._entered.__exit__(*exc)
 
 
 class _KeepRandomStates(TorchDispatchMode):
