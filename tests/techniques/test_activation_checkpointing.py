@@ -243,6 +243,28 @@ def test_selective_is_refused_where_a_layer_overwrites_what_it_keeps():
     assert snapshot(model) == before
 
 
+class WritesIntoProducts(Block):
+    """As T5 and Gemma 3n do; `matmul` gives a view of what is kept, with a version of its own."""
+
+    def forward(self, x: Any, *, scale: Tensor | None = None) -> Any:
+        product = torch.matmul(x, self.up.weight.T[:, :WIDTH])
+        product += x
+        folded = torch.matmul(x.expand(2, *x.shape), self.down.weight.T[:WIDTH])
+        folded.transpose(0, 1)[1:] *= 2
+        biased = self.up(x)
+        biased.relu_()
+        return x + product.sin() + folded.sin().mean(0) + self.down(biased)
+
+
+@pytest.mark.parametrize("which", ["all", "selective"])
+def test_a_block_may_write_into_products(which):
+    model: Any = make_model("dropout")
+    model.blocks = nn.ModuleList(WritesIntoProducts(nn.LayerNorm(WIDTH)) for _ in range(3))
+    plain = train(model, make_batch)
+    technique = ActivationCheckpointing(which, blocks=WritesIntoProducts)
+    assert_bitwise_equal(plain, train(model, make_batch, technique))
+
+
 @pytest.mark.parametrize(
     "which",
     [
