@@ -134,8 +134,6 @@ _PLAIN = (
 def _description(tensor: Any, first: Tensor) -> tuple[Any, ...] | None:
     if type(tensor) is not FakeTensor or tensor.fake_device != _CPU or tensor.dtype.is_complex:
         return None
-    if tensor.layout is not torch.strided:  # gradients of embeddings with `sparse=True`
-        return None
     storage = tensor.untyped_storage()
     is_view = storage._cdata == first.untyped_storage()._cdata
     place = tensor.shape, tensor.stride(), tensor.storage_offset()

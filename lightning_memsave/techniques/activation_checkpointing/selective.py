@@ -128,7 +128,7 @@ def _written(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     named = [*zip((a.name for a in schema.arguments), args, strict=False), *kwargs.items()]
     written = {a.name for a in schema.arguments if a.is_write}
     leaves = tree_leaves([value for name, value in named if name in written])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [t for t in leaves if isinstance(t, Tensor) and t.layout is torch.strided]
 
 
 def _copy_kept(kept: dict[Any, Any], written: Sequence[Tensor]) -> None:
