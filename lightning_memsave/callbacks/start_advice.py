@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import MemsaveError
-from lightning_memsave.techniques.registry import techniques
+from lightning_memsave.techniques.registry import entries
 from lightning_memsave.units import format_bytes
 
 _ARCHIVE = b"PK"
@@ -59,7 +59,7 @@ def _add_advice_on_settings(exception: BaseException, rows: Sequence[Row]) -> No
     def is_in(path: str, places: Sequence[str]) -> bool:
         return any(place in path for place in places)
 
-    arguments = {cls.argument for cls in techniques()}
+    arguments = {entry.argument for entry in entries()}
     on = [row for row in rows if row.status == "on" and row.name in arguments]
     frames = traceback.extract_tb(exception.__traceback__)
     paths = [Path(frame.filename).as_posix() for frame in frames]

@@ -86,6 +86,8 @@ def keep_copies_plain(model: nn.Module) -> Callable[[], None]:
     for module in modules:
         set_own(module, _NUM_TECHNIQUES, (own(module, _NUM_TECHNIQUES) or 0) + 1)
         vars(module)["__getstate__"] = MethodType(__getstate__, module)
+        if hasattr(type(module), "__deepcopy__"):  # which asks for no state; torch's parametrized
+            vars(module)["__deepcopy__"] = MethodType(__deepcopy__, module)
 
     def undo() -> None:
         for module in modules:
@@ -93,6 +95,7 @@ def keep_copies_plain(model: nn.Module) -> Callable[[], None]:
             set_own(module, _NUM_TECHNIQUES, num)
             if not num:
                 del vars(module)[_NUM_TECHNIQUES], vars(module)["__getstate__"]
+                vars(module).pop("__deepcopy__", None)
 
     return undo
 
@@ -105,9 +108,20 @@ def __getstate__(self: nn.Module) -> Any:  # noqa: N807 - named like the method 
     return _plain(self, state) if isinstance(state, dict) else state
 
 
+def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807 - as above
+    """Return a deep copy of a module whose class makes it; replaces its ``__deepcopy__``."""
+    if (before := own(self, BEFORE_COPIES)) is not None:
+        before()
+    copied: Any = type(self).__deepcopy__(self, memo)  # type: ignore[attr-defined]
+    if copied is not self:
+        copied.__dict__ = _plain(copied, vars(copied))
+    return copied
+
+
 def _plain(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     plain = {k: v for k, v in state.items() if not k.startswith(_OURS)}
-    plain.pop("__getstate__", None)
+    for name in ("__getstate__", "__deepcopy__"):
+        plain.pop(name, None)
     for prefix in (_INSIDE.format(""), _PREVIOUS.format("")):
         for key in [key for key in state if key.startswith(prefix)]:
             name, previous = key.removeprefix(prefix), state[key]

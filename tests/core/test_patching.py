@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from lightning_memsave.core.patching import (
     is_patched_with,
@@ -139,9 +140,11 @@ def double(module: nn.Module, input: object, output: Tensor) -> Tensor:
 double.__module__ = "lightning_memsave.some_technique"
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "copy"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "copy", "deepcopy of its own"])
 def test_copies_have_no_patch_hook_or_attribute_of_this_package(how):
     layer, x = Doubled(2, 2), torch.ones(1, 2)
+    if how == "deepcopy of its own":  # the class that torch makes has `__deepcopy__`
+        parametrizations.weight_norm(layer)
     layer.register_forward_hook(of_the_user)
     expected = layer(x)
     before = dict(vars(layer))
@@ -152,6 +155,7 @@ def test_copies_have_no_patch_hook_or_attribute_of_this_package(how):
     for undone_first in (undo.pop(), None):
         copied: Any = {
             "deepcopy": copy.deepcopy,
+            "deepcopy of its own": copy.deepcopy,
             "copy": copy.copy,
             "pickle": lambda module: pickle.loads(pickle.dumps(module)),
         }[how](layer)

@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
 from lightning_memsave import ActivationCheckpointing, BlockMicroBatching, Offloading
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.cases import WIDTH, make_batch, make_model
-from tests.helpers import InAutocast, assert_bitwise_equal, in_pairs, names_of_cache, train
+from tests.helpers import (
+    InAutocast,
+    assert_bitwise_equal,
+    assert_same,
+    in_pairs,
+    names_of_cache,
+    train,
+)
 from tests.techniques.offloaded_loops import count_moves
 
 
@@ -360,6 +368,21 @@ class TestCheck:
         assert cache.get_seq_length() == 5
         with pytest.warns(NoEffectWarning, match="key-value cache"):
             model.train()(tokens, **{argument: DynamicCache(config=model.config)})
+
+    def test_what_a_transform_runs_for_each_sample_is_not_split(self):
+        """It would be split in its own dimension; the error ended the process."""
+        layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        model = nn.Sequential(*layers).double()
+        batch = torch.randn(4, 8, dtype=torch.float64)
+
+        def slopes() -> list[Tensor]:
+            found = vmap(grad(lambda x: model(x).sum()))(batch)
+            return [*torch.autograd.grad(found.square().sum(), [*model.parameters()])]
+
+        plain = slopes()
+        BlockMicroBatching(2).apply(model)
+        with pytest.warns(NoEffectWarning, match=r"`torch.func` hides the batch"):
+            assert_same(slopes(), plain)
 
     def test_nothing_to_do(self):
         with pytest.warns(NoEffectWarning, match="no repeated block was found in `Linear`"):

@@ -145,8 +145,13 @@ class _Chunks:
         num_samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         if num_samples <= self.size:
             return run(*args, **kwargs)
-        if is_given_cache(args, kwargs):
-            self._warn_of_cache(block)
+        why = "it is called with a key-value cache. Train with `use_cache=False`."
+        if torch._C._are_functorch_transforms_active():
+            why = "`torch.func` hides the batch from it. Set `micro_batch_size=None`."
+        elif not is_given_cache(args, kwargs):
+            why = ""
+        if why:
+            self._warn_of_no_effect(block, why)
             return run(*args, **kwargs)
         per_sample = self._per_sample(block, run, args, kwargs, num_samples)
         # Each tensor once: torch's attention checks `query is key`.
@@ -188,11 +193,11 @@ class _Chunks:
         self.checked[form] = is_of_samples
         return is_of_samples
 
-    def _warn_of_cache(self, block: nn.Module) -> None:
+    def _warn_of_no_effect(self, block: nn.Module, why: str) -> None:
         if block.training:
+            name = type(block).__name__
             warnings.warn(
-                f"Micro-batches in blocks have no effect on `{type(block).__name__}`: it is called "
-                "with a key-value cache. Train with `use_cache=False`.",
+                f"Micro-batches in blocks have no effect on `{name}`: {why}",
                 NoEffectWarning,
                 stacklevel=4,
             )

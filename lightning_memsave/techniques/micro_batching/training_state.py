@@ -268,7 +268,7 @@ class _Attributes:
 
 
 # Attributes of this package record events that repeating a batch does not undo.
-_OF_THIS_PACKAGE = ("_memsave", "__getstate__")
+_OF_THIS_PACKAGE = ("_memsave", "__getstate__", "__deepcopy__")
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
