@@ -127,6 +127,7 @@ NAMES = (
     # In torch 2.10 of the class of each kind of node, not of `Node`.
     Names("torch._C:_functions.AccumulateGrad", "_sequence_nr"),
     Names("torch.autograd:Variable", "_execution_engine"),
+    Names("torch.autograd", "_engine_run_backward", "offload"),
     Names("torch.autograd:Variable._execution_engine", "queue_callback"),
     # A base class, table or mark of a module without another name.
     Names("torch.nn:Module", "_compiled_call_impl _parameters _buffers"),

@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.errors import MemsaveWarning
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from lightning_memsave.techniques.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.handle import OffloadingHandle
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -166,3 +167,51 @@ def test_updates_beside_a_gpu_do_not_run_on_one_core(threads, expected, monkeypa
     finally:
         torch.set_num_threads(before)
     assert seen == expected
+
+
+class TestGradientsOfWeightsThatWait:
+    """A graph knows them on the device, or in another type: it would find none, and say nothing."""
+
+    REFUSED = r"`torch\.autograd\.grad` or `backward\(inputs=\.\.\.\)` of a weight that waits"
+
+    @contextmanager
+    def offloaded(self, device: str) -> Iterator[Chain]:
+        model = Chain().to(device)
+        with trained(Offloading("parameters"), model):
+            if device == "cuda":
+                yield model
+                return
+            handle = LowPrecisionWeights("master").apply(model)
+            with torch.autocast("cpu", torch.bfloat16):
+                yield model
+            handle.undo()
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda loss, weights: torch.autograd.grad(loss, weights, allow_unused=True),
+            lambda loss, weights: torch.autograd.grad(loss, weights, materialize_grads=True),
+            lambda loss, weights: loss.backward(inputs=weights),
+        ],
+        ids=["unused", "zeros", "backward"],
+    )
+    def test_is_refused(self, device, take):
+        with self.offloaded(device) as model:
+            loss = model(batch_of(8).to(device))
+            with pytest.raises(IncompatibleError, match=self.REFUSED):
+                take(loss, [model.blocks[0].up.weight])
+
+    def test_what_a_graph_knows_there_is_found(self):
+        with self.offloaded("cpu") as model:
+            weight, unused = model.blocks[0].up.weight, torch.ones(3, requires_grad=True)
+            penalty = (weight**2).sum()
+            found, nothing = torch.autograd.grad(penalty, [weight, unused], allow_unused=True)
+            assert torch.equal(found, 2 * weight)
+            assert nothing is None
+
+    def test_is_as_before_at_the_end(self):
+        before = torch.autograd._engine_run_backward
+        with self.offloaded("cpu"):
+            assert torch.autograd._engine_run_backward is not before
+        assert torch.autograd._engine_run_backward is before

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
 from lightning_memsave.core.optimizers import has_foreign_hooks, parameters_of
-from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.techniques.offloading.device_tiles import (
     DeviceTiles,
@@ -346,36 +344,6 @@ class UpdatesHandle(Handle[Optimizer]):
 
 def _is_fused(optimizer: Optimizer, param: nn.Parameter) -> bool:
     return bool(group_of(optimizer, param).get("fused"))
-
-
-_unscale_at_once = GradScaler._unscale_grads_
-_num_landing = 0
-
-
-def let_scales_land() -> Callable[[], None]:
-    """Let each ``GradScaler`` unscale gradients on the host when its scale is there."""
-    _count_landing(1)
-    return functools.partial(_count_landing, -1)
-
-
-def _count_landing(number: int) -> None:
-    global _num_landing  # noqa: PLW0603 - as the class, it is one for all
-    with PROCESS_WIDE:
-        _num_landing += number
-        method = _unscale_landed if _num_landing else _unscale_at_once
-        GradScaler._unscale_grads_ = method  # type: ignore[method-assign]
-
-
-# torch copies the scale from the GPU to the host without a wait, into memory that may hold any
-# value, as it does with the zero that gradients which are not finite replace. For FSDP it is
-# mended in https://github.com/pytorch/pytorch/pull/176429; until it is here, too.
-def _unscale_landed(
-    self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-) -> dict[torch.device, Tensor]:
-    gradients = (p.grad for p in parameters_of(optimizer))
-    if inv_scale.is_cuda and any(each is not None and each.is_cpu for each in gradients):
-        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-    return _unscale_at_once(self, optimizer, inv_scale, found_inf, allow_fp16)
 
 
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:

@@ -45,11 +45,10 @@ from lightning_memsave.techniques.offloading.host_updates import (
     UpdatesHandle,
     couples_devices,
     host_updates_of,
-    let_scales_land,
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.module_hooks import move_with, tell_device
-from lightning_memsave.techniques.offloading.quantized import save_as_autograd_does
+from lightning_memsave.techniques.offloading.replacements import replace_while_offloaded
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.weights import (
     AUTO,
@@ -325,8 +324,7 @@ class Offloading(Technique[nn.Module]):
                 processes=self.processes,
             )
             undo += [
-                let_scales_land(),
-                save_as_autograd_does(),
+                *replace_while_offloaded(),
                 *tell_device(target),
                 residence.release,
                 *residence.start(),
