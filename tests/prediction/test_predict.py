@@ -24,7 +24,7 @@ from lightning_memsave.prediction.training_step import TrainingStep
 from lightning_memsave.units import KIB, format_bytes
 from tests.helpers import ResidentGrowth, assert_same, set_clock
 from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
-from tests.prediction.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
+from tests.prediction.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit, Logging
 from tests.prediction.counting import count, count_by_category, predict, settings_for
 
 
@@ -540,3 +540,47 @@ def test_leaves_module_and_random_numbers_as_they_were(is_returned_each_time: bo
     assert torch.equal(torch.get_rng_state(), state)
     assert_same(module, before)
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class SparseTable(Logging):
+    """One optimizer takes all parameters, or SparseAdam the table."""
+
+    def __init__(self, kind: type[nn.Module], *, are_two: bool) -> None:
+        super().__init__()
+        self.table, self.head = kind(500, 64, sparse=True), nn.Linear(64, 4)
+        self.automatic_optimization = not are_two
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        ids, classes = batch
+        rows = self.table(ids)
+        logits = self.head(rows if rows.ndim == 2 else rows.mean(1))
+        loss = nn.functional.cross_entropy(logits, classes)
+        if self.automatic_optimization:
+            return loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return torch.optim.SGD(self.parameters(), 0.1)
+        return torch.optim.SparseAdam(self.table.parameters()), torch.optim.SGD(
+            self.head.parameters(), 0.1
+        )
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("num_accumulated", [1, 2, None])
+def test_sparse_gradients(kind: type[nn.Module], num_accumulated: int | None) -> None:
+    """Of different words; of the same ones, coalesced gradients are smaller."""
+    architecture = Architecture(
+        lambda: SparseTable(kind, are_two=num_accumulated is None),
+        lambda: (torch.randperm(480).view(30, 16), torch.randint(0, 4, (30,))),
+    )
+    settings = {"accumulate_grad_batches": num_accumulated} if num_accumulated == 2 else {}
+    found = predict(architecture, settings).peak
+    assert found == count_by_category(architecture, settings)
+    assert found.gradient_bytes > (num_accumulated or 1) * 480 * (64 * 4 + 8)

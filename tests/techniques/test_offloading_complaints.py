@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -204,14 +205,16 @@ class TestGradientsOfWeightsThatWait:
 
     def test_what_a_graph_knows_there_is_found(self):
         with self.offloaded("cpu") as model:
-            weight, unused = model.blocks[0].up.weight, torch.ones(3, requires_grad=True)
+            weight: Any = model.blocks[0].up.weight
+            unused = torch.ones(3, requires_grad=True)
             penalty = (weight**2).sum()
             found, nothing = torch.autograd.grad(penalty, [weight, unused], allow_unused=True)
             assert torch.equal(found, 2 * weight)
             assert nothing is None
 
     def test_is_as_before_at_the_end(self):
-        before = torch.autograd._engine_run_backward
+        autograd: Any = torch.autograd
+        before = autograd._engine_run_backward
         with self.offloaded("cpu"):
-            assert torch.autograd._engine_run_backward is not before
-        assert torch.autograd._engine_run_backward is before
+            assert autograd._engine_run_backward is not before
+        assert autograd._engine_run_backward is before
