@@ -136,6 +136,8 @@ def test_resumes_bit_for_bit(package, name, offload, tmp_path):
         ("8bit", "muon_8bit"),
         ("muon_8bit", "8bit"),
         (None, "torch.optim:NAdam"),
+        (None, "torch.optim:Adafactor"),
+        ("muon", "torch.optim:Adafactor"),
         ("8bit", "torch.optim:NAdam"),
         ("muon", "adamw_bf16_state"),
     ],

@@ -215,6 +215,17 @@ def fails_once(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
     return loss
 
 
+class SaveAtEnd(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        """Before the first step there is nothing to wait for."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 class TestCheckpoints:
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
     @pytest.mark.parametrize(
@@ -245,20 +256,20 @@ class TestCheckpoints:
     def test_between_a_step_and_its_updates(self, tmp_path):
         """A process that is killed there loses nothing that a checkpoint has."""
 
-        class Save(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
-            def __init__(self, name: str) -> None:
-                self.path = tmp_path / name
-
-            def on_before_zero_grad(self, *_: Any) -> None:
-                """Before the first step there is nothing to wait for."""
-
-            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                trainer.save_checkpoint(self.path)
-
         lit = make_lit()
-        fit(lit, plain := Save("plain"))
-        fit(lit, only(), saving := Save("saving"))
+        fit(lit, plain := SaveAtEnd(tmp_path / "plain"))
+        fit(lit, only(), saving := SaveAtEnd(tmp_path / "saving"))
         assert_same_checkpoints(plain.path, saving.path)
+
+    def test_of_an_optimizer_without_state_have_none(self, tmp_path):
+        lit = make_lit(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), 0.1))
+        fit(lit, only(), SaveAtEnd(tmp_path / "within"))
+        trainer = make_trainer(LIGHTNING, only())
+        trainer.fit(lit)
+        trainer.save_checkpoint(tmp_path / "after")
+        for name in ("within", "after"):
+            checkpoint = torch.load(tmp_path / name, weights_only=True)
+            assert checkpoint["optimizer_states"][0]["state"] == {}
 
 
 def assert_same_checkpoints(*paths: Any) -> None:

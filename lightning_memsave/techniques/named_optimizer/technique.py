@@ -28,6 +28,7 @@ from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWi
 from lightning_memsave.techniques.optimizer_kinds import STATE_KEYS, is_of_torch, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     double_of,
+    initialize_state,
     show_steps,
     step_without_hooks,
     take_hooks,
@@ -300,10 +301,18 @@ def _state_after_a_step(
             if isinstance(like, _MuonWithAdamW) and isinstance(double, _MuonWithAdamW):
                 double.muon_matrices = {empty[param] for param in like.muon_matrices & empty.keys()}
             with torch.no_grad():
-                step_without_hooks(double)
+                _make_state(double)
         except Exception:  # whatever needs data, or a kernel for it
             return None
         return double.state
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Adafactor):
+        step_without_hooks(optimizer)
+        return
+    for group in optimizer.param_groups:  # its step needs values, but not for its state
+        initialize_state(optimizer, group, group["params"])
 
 
 def _state_before(optimizer: Optimizer) -> State | None:

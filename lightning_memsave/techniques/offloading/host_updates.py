@@ -70,7 +70,7 @@ class HostUpdates(StepOwner):
             optimizer.register_load_state_dict_pre_hook(self._wait),
             optimizer.register_load_state_dict_post_hook(self._mark_state),
         ]
-        undo = [self.residence.finish, *(hook.remove for hook in hooks), own_step(optimizer, self)]
+        undo = [self._wait, *(hook.remove for hook in hooks), own_step(optimizer, self)]
         if self.early.number and self.residence.processes is None:
             begin = weakref.WeakMethod(self._begin_early)
             self.residence.when_complete.append(begin)
@@ -210,6 +210,11 @@ class HostUpdates(StepOwner):
 
     def _wait(self, *_: object) -> None:
         self.residence.finish()
+        optimizer = self._optimizer()
+        states = {} if optimizer is None else optimizer.state
+        # Each update asks for the state of its parameters, and some optimizers have none.
+        for param in [param for param, state in states.items() if not state]:
+            del states[param]
 
     def _mark_state(self, *_: object) -> None:
         optimizer = self._optimizer()
