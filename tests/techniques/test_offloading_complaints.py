@@ -25,6 +25,7 @@ from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.handle import OffloadingHandle
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.replacements import Replacement
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
 from tests.helpers import adamw, assert_same
@@ -212,9 +213,14 @@ class TestGradientsOfWeightsThatWait:
             assert torch.equal(found, 2 * weight)
             assert nothing is None
 
-    def test_is_as_before_at_the_end(self):
-        autograd: Any = torch.autograd
-        before = autograd._engine_run_backward
-        with self.offloaded("cpu"):
-            assert autograd._engine_run_backward is not before
-        assert autograd._engine_run_backward is before
+    def test_replacements_stand_until_the_last_one_who_needs_them(self):
+        class Owner:
+            def run(self) -> str:
+                return "own"
+
+        replaced = Replacement(run=lambda self: f"not {replaced.own['run'](self)}")
+        first, second = replaced.on(Owner), replaced.on(Owner)
+        first()
+        assert Owner().run() == "not own"
+        second()
+        assert Owner().run() == "own"

@@ -24,7 +24,7 @@ def replace_while_offloaded() -> list[Callable[[], None]]:
     return [_LANDED.on(GradScaler), _SEEN.on(torch.autograd), *products]
 
 
-class _Replacement:
+class Replacement:
     def __init__(self, **functions: Any) -> None:
         self._functions, self._num_users = functions, 0
         self.own: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def _unscale_landed(
     return found
 
 
-_LANDED = _Replacement(_unscale_grads_=_unscale_landed)
+_LANDED = Replacement(_unscale_grads_=_unscale_landed)
 
 
 # bitsandbytes keeps weights of 4 bits in an attribute of the node, which recomputation cannot free:
@@ -88,7 +88,7 @@ def _backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.tensors = None
 
 
-_SAVING = _Replacement(forward=staticmethod(_forward), backward=staticmethod(_backward))
+_SAVING = Replacement(forward=staticmethod(_forward), backward=staticmethod(_backward))
 
 
 # Autograd gives a weight another node on another device, and with another type. It would find no
@@ -106,7 +106,7 @@ def _run_engine(
     return found
 
 
-_SEEN = _Replacement(_engine_run_backward=_run_engine)
+_SEEN = Replacement(_engine_run_backward=_run_engine)
 
 
 def _refuse(weights: Sequence[Any]) -> None:
