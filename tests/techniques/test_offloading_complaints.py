@@ -218,7 +218,7 @@ class TestGradientsOfWeightsThatWait:
             def run(self) -> str:
                 return "own"
 
-        replaced = Replacement(run=lambda self: f"not {replaced.own['run'](self)}")
+        replaced: Replacement = Replacement(run=lambda self: f"not {replaced.own['run'](self)}")
         first, second = replaced.on(Owner), replaced.on(Owner)
         first()
         assert Owner().run() == "not own"
