@@ -107,7 +107,7 @@ NAMES = (
     Names("torch:ops.aten", "_to_copy"),
     Names(
         "torch:ops.aten",
-        "_grouped_mm _local_scalar_dense _pack_padded_sequence _unique2"
+        "_grouped_mm _local_scalar_dense _pack_padded_sequence _sparse_coo_tensor_unsafe _unique2"
         " _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention"
         " _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention",
         "predict",
@@ -118,6 +118,7 @@ NAMES = (
     Names("torch:UntypedStorage", "_cdata"),
     Names("torch._C", "_storage_Use_Count"),
     Names("torch:Tensor", "_version _indices _values"),
+    Names("torch:Tensor", "_nnz", "predict"),
     Names("torch:Tensor", "_base _backward_hooks _post_accumulate_grad_hooks", "offload"),
     # Which backward pass runs, and what it will still come to.
     Names("torch._C", "_autograd _current_autograd_node _current_graph_task_id"),
