@@ -326,7 +326,7 @@ def _diagnose(trainer: Any, oom: OutOfMemory, alive: Sequence[AliveTensor]) -> D
 # No table names them where the preset is without them.
 def _without_effect(module: Any) -> frozenset[str]:
     found = set()
-    for kind in (AttentionKernel, ChunkedCrossEntropy):
+    for kind in (AttentionKernel, ChunkedCrossEntropy) if module is not None else ():
         technique: Any = kind.from_value(kind.offers[-1].value)
         with warnings.catch_warnings(), contextlib.suppress(IncompatibleError):  # it is on
             warnings.simplefilter("ignore", NoEffectWarning)
