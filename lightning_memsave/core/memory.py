@@ -155,14 +155,14 @@ def each_part(
 ) -> None:
     """Call a function with each part of so many rows or elements.
 
-    Parts of fake tensors that are as large as each other are equal, as they have no values: it is
-    called with one of them, and with the first one if that differs.
+    Of fake tensors, which have no values, parts of the full size are equal, but for the first one
+    where ``is_first_apart``: one of them stands for all.
     """
     parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
     repeats = [1] * len(parts)
-    if is_fake(of):
-        equal = slice(int(is_first_apart), num // size)
-        parts[equal], repeats[equal] = parts[equal][:1], [len(parts[equal])][: len(parts[equal])]
+    first, end = int(is_first_apart), num // size
+    if is_fake(of) and first < end:
+        parts[first:end], repeats[first:end] = [parts[first]], [end - first]
     for part, number in zip(parts, repeats, strict=True):
         with repeated(number):
             use(part)

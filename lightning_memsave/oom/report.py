@@ -19,12 +19,7 @@ from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.nested import items_of
 from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
 from lightning_memsave.core.versions import versions
-from lightning_memsave.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    MemoryExhaustedError,
-    NoEffectWarning,
-)
+from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, NoEffectWarning
 from lightning_memsave.measure.alive_tensors import (
     AliveTensor,
     find_alive_tensors,
@@ -323,12 +318,13 @@ def _diagnose(trainer: Any, oom: OutOfMemory, alive: Sequence[AliveTensor]) -> D
     return diagnose(oom, settings, run)
 
 
-# No table names them where the preset is without them.
+# No table names them where the preset is without them. Where this raises, as for what is on, the
+# report is as it would be without it.
 def _without_effect(module: Any) -> frozenset[str]:
     found = set()
-    for kind in (AttentionKernel, ChunkedCrossEntropy) if module is not None else ():
+    for kind in (AttentionKernel, ChunkedCrossEntropy):
         technique: Any = kind.from_value(kind.offers[-1].value)
-        with warnings.catch_warnings(), contextlib.suppress(IncompatibleError):  # it is on
+        with warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore", NoEffectWarning)
             handle = technique.apply(module)
             handle.undo()

@@ -46,7 +46,8 @@ def quiet() -> Iterator[None]:
 
 def raise_if_interrupted() -> None:
     """Raise a Ctrl-C that was deferred since `quiet` began; call it where raising is safe."""
-    if any(interruption.has_come for interruption in _deferring):
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Interruption) and handler.has_come:
         raise KeyboardInterrupt
 
 
@@ -76,9 +77,6 @@ class _Interruption:
         self.has_come = True
 
 
-_deferring: list[_Interruption] = []
-
-
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
@@ -88,11 +86,9 @@ def _signals_kept() -> Iterator[None]:
     interruption = _Interruption()
     if handlers[signal.SIGINT] is signal.default_int_handler:
         signal.signal(signal.SIGINT, interruption)
-        _deferring.append(interruption)
     try:
         yield
     finally:
-        _deferring.clear()
         for number, handler in handlers.items():
             if handler is not None:  # None: not set from Python, and cannot be restored
                 signal.signal(number, handler)

@@ -131,6 +131,14 @@ class BlockMicroBatching(Technique[nn.Module]):
         return Handle(target, [f"{len(blocks)} blocks run on {samples} at a time"], (), undo)
 
 
+def _why_whole(args: Any, kwargs: Any) -> str:
+    if torch._C._are_functorch_transforms_active():
+        return "`torch.func` hides the batch from it. Set `micro_batch_size=None`."
+    if is_given_cache(args, kwargs):
+        return "it is called with a key-value cache. Train with `use_cache=False`."
+    return ""
+
+
 @dataclass
 class _Chunks:
     name: str
@@ -145,12 +153,7 @@ class _Chunks:
         num_samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         if num_samples <= self.size:
             return run(*args, **kwargs)
-        why = "it is called with a key-value cache. Train with `use_cache=False`."
-        if torch._C._are_functorch_transforms_active():
-            why = "`torch.func` hides the batch from it. Set `micro_batch_size=None`."
-        elif not is_given_cache(args, kwargs):
-            why = ""
-        if why:
+        if why := _why_whole(args, kwargs):
             self._warn_of_no_effect(block, why)
             return run(*args, **kwargs)
         per_sample = self._per_sample(block, run, args, kwargs, num_samples)

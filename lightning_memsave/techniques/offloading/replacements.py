@@ -25,6 +25,8 @@ def replace_while_offloaded() -> list[Callable[[], None]]:
 
 
 class Replacement:
+    """Functions that take the place of an owner's own as long as somebody needs them."""
+
     def __init__(self, **functions: Any) -> None:
         self._functions, self._num_users = functions, 0
         self.own: dict[str, Any] = {}
