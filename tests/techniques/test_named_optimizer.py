@@ -51,6 +51,15 @@ class Signs(Optimizer):
                     param.add_(mean.sign(), alpha=-group["lr"])
 
 
+class SignsOfLargeGradients(Signs):
+    """One that has state only where a gradient is large."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if any(param.grad.norm() > 1 for group in self.param_groups for param in group["params"]):
+            super().step(closure)
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices, of blocks and of the head, and the rest, each with a rate of its own."""
     params = [param for param in model.parameters() if param.requires_grad]
@@ -254,6 +263,7 @@ def held_bytes(optimizer: Optimizer) -> int:
         ("muon", "AdamW -> Muon for 8 matrices of blocks, AdamW for 18 other tensors"),
         ("adamw_bf16_state", "AdamW -> AdamWBf16State"),
         ("torch.optim:NAdam", "AdamW -> NAdam"),
+        ("torch.optim:Adafactor", "AdamW -> Adafactor"),  # its step needs values, its state none
         (f"{__name__}:Signs", "AdamW -> Signs"),
     ],
 )
@@ -266,8 +276,12 @@ def test_says_how_large_the_state_will_be(model, name, text):
 
 
 def test_says_nothing_of_a_state_that_depends_on_values(model):
-    (change,) = NamedOptimizer("torch.optim:Adafactor").apply(configured(model)).changes
-    assert change == "AdamW -> Adafactor"
+    name = f"{__name__}:SignsOfLargeGradients"
+    (change,) = NamedOptimizer(name).apply(configured(model)).changes
+    assert change == "AdamW -> SignsOfLargeGradients"
+
+
+def test_a_step_that_needs_values_updates_as_by_hand(model):
     other = copy.deepcopy(model)
     groups = [{"weight_decay": 0.01, **group} for group in groups_of(other)]
     by_hand = run(other, Adafactor(groups, lr=1e-3))
