@@ -25,8 +25,8 @@ from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
 from lightning_memsave.api import make_what_if
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning import search
-from lightning_memsave.planning.block_costs import value_of
 from lightning_memsave.planning.plan import Plan
+from lightning_memsave.planning.recorded_blocks import value_of
 from lightning_memsave.planning.step_time import Rates, measure_cpu_rates, step_seconds
 from lightning_memsave.units import MIB
 

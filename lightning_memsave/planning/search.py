@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.block_costs import KEEP, choices, resident_choices
+from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.candidates import MICRO_BATCH, Candidate, advised_against
 from lightning_memsave.planning.constants import (
@@ -22,6 +22,7 @@ from lightning_memsave.planning.constants import (
     SLACK,
 )
 from lightning_memsave.planning.plan import MemoryPlan, Plan, short_settings
+from lightning_memsave.planning.recorded_blocks import choices, resident_choices
 from lightning_memsave.planning.variant import (
     NOT_ADVISED,
     RECOMPUTED,

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.measure.parameters import ParameterTable
-from lightning_memsave.planning.block_costs import KEEP, TILED, BlockCosts, value_of
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import (
     MICRO_BATCH,
     OFFLOAD,
@@ -15,6 +15,7 @@ from lightning_memsave.planning.candidates import (
     advised_against,
 )
 from lightning_memsave.planning.constants import EQUALLY_FAST, MOST_STEPS, NEAR, STEP
+from lightning_memsave.planning.recorded_blocks import TILED, value_of
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading

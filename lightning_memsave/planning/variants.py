@@ -10,7 +10,7 @@ from typing import Any
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.dominant_parts import embedding_tables
-from lightning_memsave.planning.block_costs import KEEP, RecordedBlocks, value_of
+from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.candidates import (
     MICRO_BATCH,
     OFFLOAD,
@@ -26,6 +26,7 @@ from lightning_memsave.planning.constants import (
     NEAR,
     SMALLER,
 )
+from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.planning.variant import (
     ACTIVATIONS,
@@ -296,9 +297,8 @@ class Variants:
         return sum(step_seconds(prediction.work, self.rates).values())
 
     def _helpful(self) -> list[Candidate]:
-        found = self.options()
         # Of several values of an argument the last one saves the most.
-        chosen = list({c.argument: c for c in found}.values())
+        chosen = list({c.argument: c for c in self.options()}.values())
         for one in list(chosen):
             with_it = self._record(chosen)
             if self._is_full(with_it):  # all of it is needed

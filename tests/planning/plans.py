@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_memsave.api import make_what_if
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.planning.block_costs import value_of
+from lightning_memsave.planning.recorded_blocks import value_of
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.planning.variants import Variants

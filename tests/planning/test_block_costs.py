@@ -3,14 +3,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_memsave.core.blocks import find_blocks
-from lightning_memsave.planning.block_costs import (
-    KEEP,
-    BlockCosts,
-    can_be_cut,
-    cut,
-    runs_of,
-    value_of,
-)
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts
+from lightning_memsave.planning.recorded_blocks import can_be_cut, cut, runs_of, value_of
 from lightning_memsave.planning.step_time import step_seconds
 from lightning_memsave.prediction.predict import predict
 from tests.planning.plans import RATES, planned, what_if_of

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_memsave import plan_memory, predict_memory
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.block_costs import RecordedBlocks
+from lightning_memsave.planning.recorded_blocks import RecordedBlocks
 from lightning_memsave.techniques.registry import entries
 from tests.planning.plans import what_if_of
 
