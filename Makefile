@@ -32,7 +32,7 @@ CODE := lightning_memsave tests examples benchmarks .ci/versions.py
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 WORK := -n $(WORKERS) --dist worksteal
 PYTEST_ALL := $(PYTEST) $(WORK) --ignore=tests/benchmarks
-# Of long products some cases, other ones for each commit, or half, or all: tests/conftest.py.
+# Of each test some cases, other ones for each commit, or half, or all: tests/conftest.py.
 CASES ?= some
 
 KERNEL_TESTS := $(PYTEST) -n $(WORKERS) tests/measure/test_live_tensors.py tests/measure/test_peak.py \
@@ -54,7 +54,7 @@ demo: $(READY)  ## Train a real BERT with and without MemSaveCallback, and compa
 	$(PYTHON) examples/demo.py
 
 .PHONY: test
-test: $(READY)  ## Run the tests; CASES=half runs half of what takes long, too
+test: $(READY)  ## Run some cases of each test; CASES=half runs half of the others, too
 	$(PYTEST_ALL) --cases=$(CASES) --durations=50 $(PYTEST_ARGS)
 
 # Not part of `test`: tracing branches costs a fifth of its time.
@@ -63,7 +63,7 @@ coverage: $(READY)  ## Run the tests, and fail below the coverage that pyproject
 	$(PYTEST_ALL) --cases=$(CASES) --cov --cov-report=term $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(READY)  ## Run the tests that take long as well
+test-all: $(READY)  ## Run all cases of all tests
 	$(PYTEST_ALL) $(PYTEST_ARGS)
 
 .PHONY: test-benchmarks
@@ -81,15 +81,15 @@ test-cpus: $(READY)  ## The tests that depend on kernels, as on older CPUs
 .PHONY: test-lowest
 test-lowest: $(LOWEST)/.ready  ## The contract and a core of the tests, with the lowest versions of pyproject.toml
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) -o filterwarnings= \
-		--cases=some $(CORE_TESTS) $(PYTEST_ARGS)
+		--cases=half $(CORE_TESTS) $(PYTEST_ARGS)
 
 # Made anew each time, without the constraints and upper bounds: what a stranger may get tomorrow.
 # Benchmarks apart, as they silence loggers for their process.
 .PHONY: test-newest
 test-newest: newest  ## The tests with the newest versions of all packages
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=some --ignore=tests/benchmarks \
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=half --ignore=tests/benchmarks \
 		$(PYTEST_ARGS)
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=some tests/benchmarks
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORK) --cases=half tests/benchmarks
 
 .PHONY: newest
 newest:
@@ -146,9 +146,9 @@ CARD_TESTS := tests/virtual_gpu/test_fits.py tests/callbacks tests/measure tests
 
 .PHONY: test-vgpu
 test-vgpu: $(READY_VGPU)  ## The tests that need a CUDA device, on a virtual one
-	VGPU=rtx3060 $(PYTEST_VGPU) -m gpu --cases=some $(PYTEST_ARGS) tests
-	VGPU=t4 $(PYTEST_VGPU) -m gpu --cases=some $(PYTEST_ARGS) $(CARD_TESTS)
-	VGPU=h100 $(PYTEST_VGPU) -m gpu --cases=some $(PYTEST_ARGS) $(CARD_TESTS)
+	VGPU=rtx3060 $(PYTEST_VGPU) -m gpu --cases=$(CASES) $(PYTEST_ARGS) tests
+	VGPU=t4 $(PYTEST_VGPU) -m gpu --cases=$(CASES) $(PYTEST_ARGS) $(CARD_TESTS)
+	VGPU=h100 $(PYTEST_VGPU) -m gpu --cases=$(CASES) $(PYTEST_ARGS) $(CARD_TESTS)
 
 .PHONY: test-vgpu-all
 test-vgpu-all: $(READY_VGPU)  ## The same, and what takes long, on each virtual GPU

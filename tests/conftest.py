@@ -11,7 +11,6 @@ import subprocess
 import threading
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,11 @@ importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_point
 if not torch.cuda.is_available():
     torch.ones((), requires_grad=True).backward()
 
-PACKAGES = ("lightning", "lightning.pytorch", "pytorch_lightning")  # as ids of tests name them
-
-
 CASES_OF = "MEMSAVE_CASES_OF"
+MOST_CASES = 2
+"""Of each test that `make test` runs."""
+SLOW_TURNS = 3
+"""It runs slow tests of a file for each third commit."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,8 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases",
         choices=("some", "half", "all"),
         default="all",
-        help=f"of long products: some cases, half of the others too, or all (the default). Which "
-        f"ones, depends on what is committed, or on the number {CASES_OF} in the environment",
+        help=f"of each test: some cases, half of the others too, or all (the default). Which ones, "
+        f"depends on what is committed, or on the number {CASES_OF} in the environment",
     )
 
 
@@ -111,23 +111,25 @@ def number_of_commit(folder: Path) -> int:
 
 
 def left_to_test_all(items: Sequence[pytest.Item], number: int) -> list[pytest.Item]:
-    """Give what `make test` leaves out: what is ``exhaustive``, and all but a share of the rest.
+    """Give what `make test` leaves out: all but a few cases of each test, and what is exhaustive.
 
-    Of two tests that differ in the package alone, one; of those ``turns(n)``, all but each n-th.
+    Of slow tests it runs a share of the files. Which cases and files, depends on ``number``.
     """
-    more = [item for item in items if item.get_closest_marker("exhaustive")]
-    more += _twins([item for item in items if item.get_closest_marker("exhaustive") is None])
-    left, numbers = set(more), Counter[str]()
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        marker = item.get_closest_marker("turns")
-        if marker is None or item in left:
-            continue
-        # Not each of many tests with a single case.
-        name = _name_of(item)
-        if (zlib.crc32(name.encode()) + numbers[name] + number) % marker.args[0]:
-            more.append(item)
-        numbers[name] += 1
-    return more
+        if item.get_closest_marker("exhaustive") is None and _has_turn(item, number):
+            tests.setdefault(_name_of(item), []).append(item)
+    chosen: set[pytest.Item] = set()
+    for cases in tests.values():
+        cases.sort(key=lambda item: zlib.crc32(f"{number}{item.nodeid}".encode()))
+        chosen |= {*cases[:MOST_CASES]}
+    return [item for item in items if item not in chosen]
+
+
+def _has_turn(item: pytest.Item, number: int) -> bool:
+    file = item.nodeid.partition("::")[0]
+    is_slow = item.get_closest_marker("slow") is not None
+    return not is_slow or (zlib.crc32(file.encode()) + number) % SLOW_TURNS == 0
 
 
 def half_of(left: set[pytest.Item], items: Sequence[pytest.Item], number: int) -> set[pytest.Item]:
@@ -148,19 +150,6 @@ def is_in_half(case: str, number: int) -> bool:
 
 def _name_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
-
-
-def _twins(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    twins: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        name, _, case = item.nodeid.partition("[")
-        parts = case.rstrip("]").split("-")
-        package = next((part for part in parts if part in PACKAGES), None)
-        if package is not None:
-            parts.remove(package)
-            twins.setdefault(f"{name}{parts}", []).append(item)
-    pairs = [pair for pair in twins.values() if len(pair) == 2]
-    return [pair[turn % 2] for turn, pair in enumerate(pairs)]
 
 
 @pytest.fixture(params=("lightning", "pytorch_lightning"))

@@ -11,7 +11,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_memsave.measure.live_tensors import LiveTensors
-from tests.conftest import ProcessState, half_of, left_to_test_all, number_of_commit
+from tests.conftest import (
+    MOST_CASES,
+    SLOW_TURNS,
+    ProcessState,
+    half_of,
+    left_to_test_all,
+    number_of_commit,
+)
 from tests.helpers import IN_CI, ResidentGrowth, in_pairs, nothing_waits
 from tests.prediction.architectures import Architecture, Lit
 from tests.prediction.counting import count
@@ -75,34 +82,20 @@ def made_items(request, *names: str) -> list[pytest.Item]:
     ]
 
 
-def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> None:
-    names = [
-        f"test_a[{package}-{n}]" for n in range(3) for package in ("lightning", "pytorch_lightning")
-    ]
-    items = made_items(request, *names, "test_b[lightning]", "test_c[dropout]", "test_c[lstm]")
-    assert [item.name for item in left_to_test_all(items, 0)] == [
-        "test_a[lightning-0]",
-        "test_a[pytorch_lightning-1]",
-        "test_a[lightning-2]",
-    ]
+def test_a_few_cases_of_each_test_run_other_ones_for_each_commit(request) -> None:
+    items = made_items(request, *(f"test_{name}[{n}]" for name in "ab" for n in range(9)), "test_c")
+    items[-2].add_marker(pytest.mark.exhaustive)
+    run = [{*items} - {*left_to_test_all(items, number)} for number in range(60)]
+    assert all(len(of_one) == 2 * MOST_CASES + 1 and items[-1] in of_one for of_one in run)
+    assert set.union(*run) == {*items} - {items[-2]}
 
 
-def test_every_case_has_its_commit(request) -> None:
-    items = made_items(request, *(f"test_{name}[{n}]" for name in "ab" for n in range(5)))
-    items[-1].add_marker(pytest.mark.exhaustive)
-    for item in items[:5]:
-        item.add_marker(pytest.mark.turns(2))
-    first, second = ({*left_to_test_all(items, number)} for number in (0, 1))
-    assert {*left_to_test_all(items, 2)} == first
-    assert first & second == {items[-1]}
-    assert first | second == {*items[:5], items[-1]}
-
-
-def test_single_cases_do_not_all_run_with_the_same_commits(request) -> None:
-    items = made_items(request, *(f"test_{n}" for n in range(60)))
-    for item in items:
-        item.add_marker(pytest.mark.turns(2))
-    assert 20 <= len(left_to_test_all(items, 0)) <= 40
+def test_slow_ones_run_in_turns(request) -> None:
+    items = made_items(request, "test_a", "test_b", "test_c[1]")
+    for item in items[1:]:
+        item.add_marker(pytest.mark.slow)
+    left = [left_to_test_all(items, number) for number in range(SLOW_TURNS)]
+    assert sorted(left, key=len) == [[], *[items[1:]] * (SLOW_TURNS - 1)]
 
 
 def test_of_what_is_left_half_runs_in_ci_and_of_each_test_something(request) -> None:

@@ -31,7 +31,7 @@ def test_each_check_and_fit_is_a_step():
 
 
 @pytest.mark.parametrize("check", [*_device_checks.CHECKS, *_technique_checks.CHECKS])
-@pytest.mark.turns(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("inductor_in_this_thread")  # "fused_updates" compiles
 def test_each_check_runs_in_small(check, monkeypatch):
     monkeypatch.setattr(_technique_checks, "WIDTH", 64)
@@ -68,7 +68,7 @@ def test_time_in_which_a_gpu_does_two_things_counts_once():
 
 
 @pytest.mark.parametrize("name", _fit.MODELS)
-@pytest.mark.turns(2)
+@pytest.mark.slow
 def test_each_model_gives_a_loss_of_its_batch(name):
     model = _fit.MODELS[name]
     batch = {key: tensor.to("meta") for key, tensor in model.make_batch().items()}

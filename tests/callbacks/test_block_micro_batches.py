@@ -37,7 +37,6 @@ def test_trains_and_validates_as_without(package):
 @pytest.mark.parametrize("offload", [None, "parameters", True])
 @pytest.mark.parametrize("kind", ["all", "nested"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.turns(3)
 def test_is_predicted_to_the_byte(offload, kind, precision):
     callback = only(
         offload=Offloading(offload, min_bytes=1) if offload else None,

@@ -31,7 +31,7 @@ from tests.helpers import snapshot
 from tests.out_of_memory import MESSAGE
 
 # Predictions of many plans take long.
-pytestmark = pytest.mark.turns(2)
+pytestmark = pytest.mark.slow
 
 WIDTH = 64
 
@@ -103,7 +103,6 @@ def assert_trains_as(plain: Any, callback: MemSaveCallback, *others: Any, **how:
 
 
 @pytest.mark.parametrize("share", [0.45, 0.6])
-@pytest.mark.turns(2)
 def test_a_fit_stays_within_its_budget_and_trains_the_same(package, share, plain):
     budget = int(share * plain[2])
     callback = bitwise(budget)
@@ -139,7 +138,6 @@ def test_what_cannot_fit_ends_before_training_and_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "parameters", True])
-@pytest.mark.turns(3)
 def test_what_is_offloaded_stays_so_and_the_rest_is_planned(kind, plain):
     callback = bitwise(plain[2] // 2, offload=kind)
     assert_trains_as(plain, callback)
@@ -171,7 +169,6 @@ class FailsAt(pl.Callback):
     ("num_failures", "settings"),
     [(1, {}), (2, {}), (3, {}), (2, {"offload": "optimizer"}), (2, {"offload": True})],
 )
-@pytest.mark.turns(5)
 def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failures, settings, plain):
     callback = bitwise(plain[2], **settings)
     assert_trains_as(plain, callback, FailsAt(2, num_failures))
@@ -404,7 +401,6 @@ def test_a_preset_beside_a_budget_is_refused():
 
 
 @pytest.mark.parametrize("budget", [0.5, "free"])
-@pytest.mark.turns(2)
 def test_shares_and_free_memory(budget):
     callback = bitwise(budget)
     fit(encoder(), callback, max_steps=1)

@@ -184,7 +184,7 @@ def test_every_argument_is_tried():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.turns(8)
+@pytest.mark.slow
 def test_works_or_is_refused(name, way):
     settings, works = CASES[name]
     if name in NEVER or (name in AS_A_WHOLE and way != "blocks"):
@@ -203,7 +203,7 @@ def test_works_or_is_refused(name, way):
 
 
 @pytest.mark.parametrize("way", ["lit", "model"])
-@pytest.mark.turns(2)
+@pytest.mark.slow
 def test_a_preset_leaves_out_what_would_be_refused(way):
     torch._dynamo.reset()
     callback = quiet(preset="single_gpu")

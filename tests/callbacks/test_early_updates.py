@@ -47,6 +47,7 @@ def begun(monkeypatch):
     settle = EarlyUpdates.settle
 
     def noted(updates: Any, *given: Any) -> Any:
+        updates._residence.worker.submit(lambda: None).result()  # a slow host would begin none
         settled = settle(updates, *given)
         found.extend(settled.values())
         return settled

@@ -107,7 +107,6 @@ class TestOnePart:
 
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("size", ["auto", 4, 1000])
-    @pytest.mark.turns(3)
     @pytest.mark.filterwarnings(BATCH_NORM)
     def test_is_bit_identical(self, name, size):
         lit = make_lit(model=name)
@@ -520,7 +519,6 @@ class TestOutOfMemoryAroundTheBatch:
     @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
     @pytest.mark.parametrize("distance", [None, 1, 6, 25])
     @pytest.mark.parametrize("spacing", [11, pytest.param(3, marks=pytest.mark.exhaustive)])
-    @pytest.mark.turns(2)
     def test_is_that_of_a_smaller_size_or_of_none(self, distance, spacing):
         """Once, or twice with the second one in what follows the first."""
         whole, mode, _ = around_a_batch(None)
@@ -548,7 +546,6 @@ class TestOutOfMemoryInTheStep:
         ("name", "optimizer"),
         [*((name, None) for name in OPTIMIZERS), ("AdamW", "8bit"), ("two groups", "8bit")],
     )
-    @pytest.mark.turns(2)
     def test_state_is_there_before_any_parameter_changes(self, name, optimizer, monkeypatch):
         """Memory runs out at operators of making state: no parameter has changed."""
         num_failed = 0

@@ -179,7 +179,6 @@ class TestOutOfMemory:
     @pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
     @pytest.mark.parametrize("what", ["optimizer", "parameters", True])
     @pytest.mark.parametrize("accumulated", [1, 2])
-    @pytest.mark.turns(3)
     def test_in_backward_the_batch_is_repeated(self, what, accumulated):
         """Some gradients have come by then, of which nothing may be left."""
         runs = []
@@ -280,7 +279,6 @@ def assert_same_checkpoints(*paths: Any) -> None:
 
 class TestMemory:
     @pytest.mark.parametrize("settings", ["plain", "clipped", "accumulated", "bf16"])
-    @pytest.mark.turns(2)
     def test_is_predicted_to_the_byte(self, settings):
         lit = silent_lit("tied")
         how: dict[str, Any] = {"micro_batch_size": HALVE}
@@ -354,7 +352,6 @@ class TestMemory:
             ),
         ],
     )
-    @pytest.mark.turns(3)
     def test_host_bytes_of_all_pairs_are_predicted(self, what, low, optimizer, in_backward):
         """Beside what is counted, an update has copies of a weight and its gradient in float32."""
         lit = fused_lit("classifier")

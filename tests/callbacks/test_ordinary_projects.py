@@ -249,7 +249,6 @@ class TestConfigureOptimizersOnTheInstance:
         ],
     )
     @pytest.mark.parametrize("bare", [False, True], ids=["nothing", "bare"])
-    @pytest.mark.turns(2)
     def test_has_the_optimizer_state_that_is_counted(self, assign, bare):
         lit = make_lit()
         del type(lit).configure_optimizers

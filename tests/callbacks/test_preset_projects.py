@@ -225,7 +225,6 @@ PROJECTS = {
 @pytest.mark.filterwarnings("ignore")  # of Lightning and torch, each project has its own
 @pytest.mark.parametrize("name", PROJECTS)
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.turns(4)
 def test_no_project_is_refused(name, preset):
     project = PROJECTS[name]
     callback = MemSaveCallback(preset=preset)

@@ -81,7 +81,6 @@ class TestPresets:
     @pytest.mark.filterwarnings("ignore::lightning_memsave.errors.NoEffectWarning")
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("preset", PRESETS)
-    @pytest.mark.turns(4)
     def test_trains_as_exactly_as_declared(self, name, preset):
         callback = MemSaveCallback(preset=preset, predict=False)
         plain = plain_fit(name)
@@ -425,7 +424,6 @@ class TestLowPrecisionWeights:
 class TestPrediction:
     @pytest.mark.parametrize("model", ["classifier", "eager_bert"])
     @pytest.mark.parametrize("preset", PRESETS)
-    @pytest.mark.turns(2)
     def test_predicted_is_measured(self, preset, model):
         callback = MemSaveCallback(preset=preset, predict=20.0)
         trainer = make_trainer(LIGHTNING, callback, max_epochs=1)

@@ -241,7 +241,6 @@ def state_of(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "change", "message", "how"), REFUSALS, ids=[row[2][:40] for row in REFUSALS]
 )
-@pytest.mark.turns(3)
 def test_leaves_trainer_and_module_as_they_were(package, settings, change, message, how):
     lit = make_lit(package)
     change(lit)

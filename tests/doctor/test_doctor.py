@@ -72,7 +72,6 @@ def test_does_not_report_what_is_nearly_a_trap(name: str, project: Project) -> N
     assert found.notes == ()
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize("preset", ["off", "classic", "bitwise", "single_gpu"])
 def test_models_of_the_contract_have_no_problem(preset: str) -> None:
     for name, make in MODELS.items():

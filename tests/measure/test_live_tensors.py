@@ -143,7 +143,6 @@ def test_two_gradients_of_a_tied_weight_are_one_sum_in_place(num_tokens):
 
 @pytest.mark.parametrize("use_checkpoint", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.turns(2)
 def test_training_is_the_same_bit_for_bit(problem, use_checkpoint):
     plain, counted = (Training(problem, use_checkpoint) for _ in range(2))
     torch.manual_seed(1)

@@ -32,7 +32,6 @@ CHOICES = (
     ],
     ids=str,
 )
-@pytest.mark.turns(2)
 def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, error, strategy):
     model = planned("gpt2").model
     (run,) = runs_of(model, find_blocks(model))

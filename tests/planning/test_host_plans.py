@@ -24,7 +24,7 @@ from lightning_memsave.units import MIB
 from tests.planning.plans import RATES
 
 # Predictions of many plans take long.
-pytestmark = pytest.mark.turns(2)
+pytestmark = pytest.mark.slow
 
 OPEN = ("activation_checkpointing", "offload")
 NUM_BLOCKS = 7
@@ -85,7 +85,6 @@ def budget_of(share):
 
 @pytest.mark.parametrize("recomputed", ["selective", "keep", "full"])
 @pytest.mark.parametrize("num_resident", [0, 3])
-@pytest.mark.turns(3)
 def test_what_is_composed_of_few_blocks_is_what_is_predicted_of_all(recomputed, num_resident):
     kinds = sorted([recomputed] * 4 + ["full"] * 3, key=("full", "selective", "keep").index)
     for variant in recorded().on_host(in_parts=False):
@@ -247,7 +246,6 @@ _8BIT = {"optimizer": "8bit"}
         (True, 5, None),
     ],
 )
-@pytest.mark.turns(4)
 def test_the_fastest_form_is_tried_for_which_the_host_has_memory(is_open, num_bytes, changes):
     names = ("low_precision_weights", "optimizer", "optimizer_in_backward")
     open_arguments = (*OPEN[1:2], *names[: 2 + is_open])
@@ -326,7 +324,6 @@ def test_what_was_recorded_of_a_variant_counts_when_time_is_over():
     ],
 )
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.turns(6)
 def test_a_host_budget_is_checked_by_what_is_predicted(
     is_tied, offload, low, optimizer, in_backward
 ):

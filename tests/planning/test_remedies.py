@@ -77,7 +77,6 @@ def test_exactness_is_that_of_the_techniques(remedies):
 
 
 @pytest.mark.parametrize(("times", "fits"), [(1, True), (6, False)])
-@pytest.mark.turns(2)
 def test_for_a_gpu_that_is_too_small_the_last_line_is_the_plan(times, fits):
     batch = BATCH.repeat(times, 1, 1)
     step: dict[str, Any] = {"device": "cpu", "gpu": "256MiB"}

@@ -39,7 +39,6 @@ MODELS = [pytest.param(name, marks=() if name in _OFTEN else _MORE) for name in 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_MORE)])
-@pytest.mark.turns(2)
 def test_the_plan_is_as_fast_as_the_best_of_all(name, device):
     everything = list(all_plans(name, device))
     search = search_of(name, device)
@@ -117,7 +116,6 @@ def test_state_in_fewer_bits_is_never_shown_as_a_cost():
 
 
 @pytest.mark.parametrize("argument", ["optimizer", "precision"])
-@pytest.mark.turns(2)
 def test_what_is_advised_against_is_planned_where_nothing_else_fits(argument):
     if argument == "optimizer":
         search = search_of("large table", "cuda", ("activation_checkpointing", "optimizer"))
@@ -229,7 +227,6 @@ def test_a_refusal_says_what_could_not_be_tried_as_the_model_failed():
     ],
     ids=str,
 )
-@pytest.mark.turns(2)
 def test_the_exactness_of_a_plan_is_that_of_all_that_is_on(settings, expected):
     what_if = what_if_of("encoder", preset=None, **settings)
     found = search_for(what_if, Exactness.BITWISE).find(10**9)

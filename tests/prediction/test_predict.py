@@ -53,7 +53,7 @@ def _chosen() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the models' libraries; what is said is tested elsewhere
 @pytest.mark.parametrize(("name", "chosen"), _chosen())
-@pytest.mark.turns(2)
+@pytest.mark.slow
 def test_predicts_to_the_byte(name: str, chosen: tuple[str, ...]) -> None:
     architecture = ARCHITECTURES[name]
     missed = {}
@@ -142,7 +142,7 @@ _WITH_A_LOSS = [name for name in ARCHITECTURES if name not in ("gan", "checkpoin
         for n, name in enumerate(_WITH_A_LOSS)
     ],
 )
-@pytest.mark.turns(2)
+@pytest.mark.slow
 def test_agrees_with_the_allocator(name: str, chosen: list[str]) -> None:
     missed = {}
     for technique in chosen:

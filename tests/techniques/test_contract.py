@@ -129,7 +129,6 @@ def standing_still(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("technique", "name"), in_turns())
-@pytest.mark.turns(2)
 def test_trains_as_exactly_as_it_declares(technique, name):
     assert_as_exact_as_declared([technique], name)
 

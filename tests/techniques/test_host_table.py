@@ -155,7 +155,6 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.turns(2)
 def test_every_optimizer_has_the_same_bits(name):
     (plain, optimizer), (ours, other) = pair(OPTIMIZERS[name])
     assert train(plain, optimizer) == train(ours, other)
@@ -445,7 +444,6 @@ class TestHead:
             torch.autograd.grad(loss, [hidden], create_graph=True)
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    @pytest.mark.turns(3)
     def test_has_the_bits_of_the_same_tiles_on_the_device(self, name):
         """Also if training begins in one place and is resumed in the other."""
         losses, state = trained_in((False, False), OPTIMIZERS[name])

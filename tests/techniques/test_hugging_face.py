@@ -103,7 +103,6 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("family", PARAMS)
-@pytest.mark.turns(2)
 @pytest.mark.usefixtures("any_saving_counts")
 def test_the_bare_callback_trains(family):
     losses = fit(family, MemSaveCallback(report=False)).losses

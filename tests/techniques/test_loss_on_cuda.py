@@ -135,7 +135,6 @@ class TestSizes:
         assert peak_bytes(kind, labelled) <= peak_bytes(kind, labelled, small)
 
     @pytest.mark.parametrize("kind", ["bfloat16", "bf16"])
-    @pytest.mark.turns(3)
     def test_the_peak_of_tiles_is_at_most_five_inputs_higher(self, kind, monkeypatch):
         num_rows = 8000
         peak = peak_bytes(kind, 0.15, num_rows=num_rows)

@@ -26,7 +26,6 @@ from tests.techniques.races import Races
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("which", ["all", "selective", None])
-@pytest.mark.turns(2)
 def test_memory_is_not_given_back_while_copies_of_it_run(which, error):
     model = Chain()
     good = model.blocks[3].get_submodule("down")

@@ -84,7 +84,6 @@ class TestPlaces:
 
     @pytest.mark.parametrize("what", ["optimizer", "parameters", "parameters+activations"])
     @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert", "used_twice"])
-    @pytest.mark.turns(3)
     def test_no_device_computation_reads_host_memory(self, name, what):
         made = Offloaded(name, what, in_background=False)
         ActivationCheckpointing().apply(made.model)
@@ -260,7 +259,6 @@ class TestBitwise:
         ("what", "name", "loop", "kind"),
         in_pairs(["optimizer", "parameters"], ["tied", "eager_bert"], [*LOOPS], [*OPTIMIZERS]),
     )
-    @pytest.mark.turns(3)
     def test_whole_loops(self, what, name, loop, kind):
         model = make_model(name).train()
         optimizer, technique = optimizer_of(model, kind), Offloading(what)

@@ -91,7 +91,6 @@ COMBINATIONS = combinations_of()
 
 
 @pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
-@pytest.mark.turns(2)
 def test_train_as_exactly_as_they_declare(techniques, name):
     assert_as_exact_as_declared(techniques, name)
 

@@ -41,7 +41,6 @@ class TestBitwise:
             *(SHARES, [False, True]),
         ),
     )
-    @pytest.mark.turns(3)
     def test_whole_loops(self, what, name, loop, kind, resident, recomputes):  # noqa: PLR0917
         model = make_model(name).train()
         if recomputes:

@@ -52,7 +52,6 @@ KINDS = [kind for kind in OPTIMIZERS if kind not in ("fused AdamW", "8bit")]
         )
     ),
 )
-@pytest.mark.turns(4)
 def test_training_is_the_same_bit_for_bit(what, name, loop, kind, which, is_late):  # noqa: PLR0917
     with Races(is_late=is_late).running():
         model = make_model(name).train()

@@ -302,6 +302,9 @@ def go_on(folder: Path) -> None:
         (folder / f"{rank_of_this_process()}.json").write_text(json.dumps(notes))
     torch.distributed.barrier()  # a process that ends while another one still needs it is aborted
     torch.distributed.destroy_process_group()
+    # One run of about fifty was aborted while Python ended, by a thread that torch had left.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def low_bit() -> MemSaveCallback:
