@@ -305,6 +305,7 @@ def output_of(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_the_callback_comes_without_what_predicts_plans_and_explains():
     code = "import sys, lightning_memsave.callbacks.memsave; print(*sys.modules)"
     names = output_of(code).split()
@@ -343,6 +344,7 @@ print(*(file for file in files if "lightning_memsave" in file), sep=",")
 """
 
 
+@pytest.mark.slow
 def test_a_callback_with_everything_off_runs_few_files():
     files = output_of(OFF_FIT).strip().splitlines()[-1].split(",")
     assert any(file.endswith("callbacks/memsave.py") for file in files)

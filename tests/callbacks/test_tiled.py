@@ -60,6 +60,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.slow
 def test_is_predicted_to_the_byte(name):
     precision, more = SETTINGS[name]
     callback = only(predict=600, **more)

@@ -165,6 +165,7 @@ class TestOneBudget:
         assert max(map(len, out.splitlines())) <= 100
 
     @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+    @pytest.mark.slow
     def test_the_memory_of_the_host_is_used_where_it_is_faster(self, capsys, project, monkeypatch):
         options = [f"--set={name}=null" for name in FIXED if name != "offload"]
         options += ["--set=optimizer=null", "--set=activation_checkpointing=all"]
@@ -206,6 +207,7 @@ class TestGpus:
         assert found["gpu"] == "T4"
 
 
+@pytest.mark.slow
 class TestProcesses:
     def test_ways_to_use_two_gpus_are_compared(self, capsys):
         options = [f"--set={name}=null" for name in FIXED]

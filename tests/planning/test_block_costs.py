@@ -9,6 +9,8 @@ from lightning_memsave.planning.step_time import step_seconds
 from lightning_memsave.prediction.predict import predict
 from tests.planning.plans import RATES, planned, what_if_of
 
+pytestmark = pytest.mark.slow
+
 RECORDED = ("nested", "full", "selective", KEEP)
 CHOICES = (
     [KEEP] * 6,

@@ -32,6 +32,8 @@ LLAMA_8B: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+pytestmark = pytest.mark.slow
+
 OFF = dict.fromkeys(e.argument for e in entries() if e.argument != "activation_checkpointing")
 
 
@@ -90,7 +92,6 @@ def test_is_recorded_for_long_sequences_only():
     assert "tiled" not in kinds(tokens.T, Exactness.ROUNDING)  # samples, for micro-batches
 
 
-@pytest.mark.slow
 def test_8b_with_a_sequence_of_32k_tokens_is_predicted_for_24_gb():
     make, tokens = functools.partial(LanguageModel, LLAMA_8B), one_sequence(32768)
     found = [

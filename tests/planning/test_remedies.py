@@ -9,6 +9,8 @@ from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.remedies import best_that_fits
 from tests.explain.test_factors import bert, ids
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = {"num_hidden_layers": 1}
 
 
@@ -37,7 +39,6 @@ def remedies():
     return find_remedies(deep, BATCH, device="cpu", gpu="1GiB")
 
 
-@pytest.mark.slow
 def test_what_is_to_be_typed_gives_the_predicted_peak(remedies):
     base = predict_memory(deep, BATCH, device="cpu").peak_bytes
     assert len(remedies) > 4
@@ -103,7 +104,6 @@ def test_each_says_whether_it_fits_and_the_plan_is_chosen(remedies):
     assert all(not remedy.fits for remedy in single[: single.index(best)])
 
 
-@pytest.mark.slow
 def test_attention_is_among_them_and_named():
     def model():
         return bert(**BLOCKS)
@@ -123,7 +123,6 @@ def test_what_is_on_already_is_kept_and_not_offered():
         assert 'activation_checkpointing="all", optimizer="8bit"' in remedy.how
 
 
-@pytest.mark.slow
 def test_cards_without_bf16_get_another_precision():
     found = find_remedies(deep, BATCH, gpu="T4")
     names = {remedy.name for remedy in found}

@@ -31,6 +31,8 @@ from tests.planning.plans import (
     with_nothing_on,
 )
 
+pytestmark = pytest.mark.slow
+
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
 _OFTEN = ("encoder", "no blocks")
 _MORE = (pytest.mark.exhaustive, pytest.mark.slow)
