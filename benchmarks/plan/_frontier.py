@@ -24,7 +24,8 @@ MAX_SEARCH_S = 20.0
 """For GPT-2 XL, on a machine with nothing else to do."""
 _LIMIT_S = 900
 _XL, _RTX_3060, _RTX_3090 = "GPT-2 XL, 8 x 1024", "RTX-3060-12GB", "RTX-3090"
-_RTX_A6000 = "RTX-A6000"
+_RTX_A6000, _RTX_4090 = "RTX-A6000", "RTX-4090"
+_LLAMA_8B, _LONG = "Llama 8B, 2 x 2048", "Llama 8B, 1 x 32768"
 _CNN = dataclasses.replace(OTHERS["ResNet"], batch={"pixel_values": (64, 3, 224, 224)})
 MAX_HOST_SEARCH_S = 60.0
 """Of processor time, for each budget of host memory: what is best by then is the plan."""
@@ -50,7 +51,8 @@ _OFF: dict[str, Any] = {"preset": "off"}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     **{name: (model.build, model.batch) for name, model in LANGUAGE_MODELS.items()},
     "ResNet-50, 64 x 224 x 224": (_CNN.build, _CNN.make_batch),
-    "Llama 8B, 2 x 2048": (lambda: transformers.LlamaForCausalLM(_LLAMA), lambda: _tokens(2, 2048)),
+    _LLAMA_8B: (lambda: transformers.LlamaForCausalLM(_LLAMA), lambda: _tokens(2, 2048)),
+    _LONG: (lambda: transformers.LlamaForCausalLM(_LLAMA), lambda: _tokens(1, 32768)),
     "RoBERTa tiny, 8 x 16": (TINY.build, lambda: masked_batch(500, 8, 16)),
 }
 
@@ -77,7 +79,11 @@ class Case(NamedTuple):
         return f"{self.model}, {self.gpu}, {self.budget}, {self.exactness}{host}"
 
 
-_ROBERTA, _LARGE_ROBERTA, _RESNET = "RoBERTa 84M, 64 x 128", "RoBERTa 1.1B, 64 x 128", [*MODELS][-3]
+_ROBERTA, _LARGE_ROBERTA, _RESNET = (
+    "RoBERTa 84M, 64 x 128",
+    "RoBERTa 1.1B, 64 x 128",
+    "ResNet-50, 64 x 224 x 224",
+)
 CASES = [
     Case(_ROBERTA, _RTX_3060, "1GiB"),
     Case(_ROBERTA, _RTX_3060, "2GiB"),
@@ -94,7 +100,10 @@ CASES = [
 DRY = [Case([*MODELS][-1], _RTX_3060, "1GiB", "bitwise")]
 HOSTS = [
     *(Case(_XL, _RTX_3060, "all", host=f"{size}GiB") for size in (16, 24, 32, 64)),
-    *(Case([*MODELS][-2], "RTX-4090", "all", host=f"{size}GiB") for size in (56, 64, 96, 192)),
+    *(Case(_LLAMA_8B, _RTX_4090, "all", host=f"{size}GiB") for size in (56, 64, 96, 192)),
+    Case(_LLAMA_8B, _RTX_4090, "8GiB", host="192GiB"),
+    Case(_LLAMA_8B, _RTX_3060, "all", host="192GiB"),
+    Case(_LONG, _RTX_4090, "all", host="192GiB"),
 ]
 DRY_HOST = [DRY[0]._replace(host="1GiB")]
 
@@ -208,8 +217,9 @@ def make_host_text(found: dict[str, dict[str, Any]]) -> str:
     """Lay out what was found for hosts with little memory."""
     rows = []
     for name, one in found.items():
-        model, gpu, _, _, host = name.rsplit(", ", 4)
-        limits = [f"{model}, {gpu}", host.removesuffix(" on the host")]
+        model, gpu, budget, _, host = name.rsplit(", ", 4)
+        of_gpu = gpu if budget == "all" else f"{budget} of {gpu}"
+        limits = [f"{model}, {of_gpu}", host.removesuffix(" on the host")]
         if "refused" in one:
             rows.append([*limits, "refused", "", "", one["refused"], f"{one['processor_s']:.0f}"])
             continue
