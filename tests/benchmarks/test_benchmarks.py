@@ -93,7 +93,7 @@ def test_hosts_with_little_memory_are_planned_dry(tmp_path):
     (found,) = written["cases"].values()
     assert found["plan"]["time_ratio"] == 1.0  # it fits as it is
     assert all(written["claims"].values())
-    row = "| RoBERTa tiny, 8 x 16, RTX-3060-12GB | 1GiB |"
+    row = "| RoBERTa tiny, 8 x 16, 1GiB of RTX-3060-12GB | 1GiB |"
     assert row in (tmp_path / "plan_host.md").read_text()
 
 
