@@ -1,4 +1,4 @@
-"""LoRA beside base weights of 4 bits (`Linear4bit`): streamed, recomputed, predicted."""
+"""LoRA beside base weights of 4 bits (`Linear4bit`): streamed, recomputed, predicted; and of 8."""
 
 import gc
 import warnings
@@ -7,13 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from bitsandbytes.nn.modules import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback, predict_memory
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.errors import NoEffectWarning
-from tests.callbacks.lit import callback_with, loader_of, make_trainer
+from tests.callbacks.lit import callback_with, loader_of, make_trainer, peak_of
 from tests.helpers import assert_same
 
 peft = pytest.importorskip("peft")
@@ -23,20 +23,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 WIDTH, NUM_BLOCKS = 128, 3
 
 
-def quantize(model: nn.Module) -> nn.Module:
-    """Give all layers but the head weights of 4 bits."""
+def quantize(model: nn.Module, num_bits: int) -> nn.Module:
+    """Give all layers but the head weights of 4 or 8 bits."""
     for name, layer in [*model.named_modules()]:
         if not isinstance(layer, nn.Linear) or name == "lm_head":
             continue
-        new = Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type="nf4")
-        weight = Params4bit(layer.weight.data, quant_type="nf4")
-        new.weight = weight
+        sizes, new = (layer.in_features, layer.out_features), nn.Module()
+        if num_bits == 4:
+            new = Linear4bit(*sizes, bias=False, quant_type="nf4")
+            new.weight = Params4bit(layer.weight.data, quant_type="nf4")
+        else:
+            new = Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+            new.weight = Int8Params(layer.weight.data, requires_grad=False)
         model.set_submodule(name, new.to("cpu"))
     return model
 
 
 class Lit(pl.LightningModule):
-    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, num_blocks: int = NUM_BLOCKS, num_bits: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
@@ -47,7 +51,7 @@ class Lit(pl.LightningModule):
             intermediate_size=2 * WIDTH,
             vocab_size=128,
         )
-        base = quantize(transformers.LlamaForCausalLM(config))
+        base = quantize(transformers.LlamaForCausalLM(config), num_bits)
         lora = peft.LoraConfig(r=4, target_modules="all-linear", exclude_modules=["lm_head"])
         self.model = peft.get_peft_model(base, lora)
         self.losses: list[Tensor] = []
@@ -71,8 +75,8 @@ def batches() -> list[Tensor]:
     return [torch.randint(0, 128, (4, 32), generator=make) for _ in range(4)]
 
 
-def fit(callback: Any = None, *others: Any, **how: Any) -> Lit:
-    lit = Lit()
+def fit(callback: Any = None, *others: Any, num_bits: int = 4, **how: Any) -> Lit:
+    lit = Lit(num_bits=num_bits)
     trainer = make_trainer(pl, *filter(None, (callback, *others)), **how)
     trainer.fit(lit, loader_of(batches()))
     return lit
@@ -100,6 +104,17 @@ def test_training_is_the_same_bit_for_bit(name, plain):
     assert_same(lit.state_dict(), plain.state_dict())
     with torch.no_grad():  # as before, with their scales
         assert torch.equal(lit.model(batches()[0]).logits, plain.model(batches()[0]).logits)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")  # of bitsandbytes, in float16
+@pytest.mark.parametrize("name", ["nested", "weights"])
+def test_those_of_8_bits_stay_on_the_device_as_predicted(name):
+    plain = fit(num_bits=8)
+    callback = MemSaveCallback(preset="off", predict=20.0, **SETTINGS[name])
+    assert_same(fit(callback, num_bits=8).losses, plain.losses)
+    assert callback.prediction is not None
+    # But for a number that only the real kernel makes.
+    assert callback.prediction.peak_bytes == pytest.approx(peak_of(callback), abs=4)
 
 
 @pytest.mark.parametrize("offload", [None, "parameters"])

@@ -1,4 +1,4 @@
-"""Frozen weights of 4 bits, as in bitsandbytes' `Linear4bit`."""
+"""Frozen weights of 4 and 8 bits, as in bitsandbytes' `Linear4bit` and `Linear8bitLt`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +10,11 @@ from torch import nn
 def has_4_bits(param: Any) -> bool:
     """Return whether a parameter is a quantized one of 4 bits."""
     return type(param).__name__ == "Params4bit" and param.quant_state is not None
+
+
+def has_8_bits(param: Any) -> bool:
+    """Return whether a parameter is one of LLM.int8, or a copy: products read another tensor."""
+    return "SCB" in vars(param)
 
 
 def move_scales(params: Iterable[nn.Parameter], device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import Problem
-from lightning_memsave.techniques.offloading.quantized import has_4_bits
+from lightning_memsave.techniques.offloading.quantized import has_4_bits, has_8_bits
 
 AUTO = "auto"
 _PERCENT = re.compile(r"(\d+(\.\d+)?)%")
@@ -113,5 +113,6 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 # Not a lazy one, a DTensor, or a quantized one of another kind.
 def is_plain(param: nn.Parameter) -> bool:
-    is_own = type(param) is nn.Parameter or is_fake(param) or has_4_bits(param)
+    is_own = type(param) is nn.Parameter or has_4_bits(param)
+    is_own = is_own or (is_fake(param) and not has_8_bits(param))
     return is_own and param.layout == torch.strided
