@@ -162,7 +162,7 @@ def test_two_blocks_are_on_the_device_at_a_time(num_blocks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_gpu_needs_what_is_predicted(name):
-    fit_on = {"accelerator": "gpu", "devices": 1}
+    fit_on: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
     callback = MemSaveCallback(preset="off", report=False, predict=60, **SETTINGS[name])
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
