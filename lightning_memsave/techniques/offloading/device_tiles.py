@@ -30,7 +30,7 @@ _NUM_SLOTS = 2  # one comes or goes while the other one is updated
 _8BIT, _32BIT = 1 + 4 / BLOCKSIZE, 4  # bytes of a moment, with its scales
 _BYTES_8BIT, _BYTES_32BIT = 4 + 4 + 2 * _8BIT, 4 + 4 + 2 * _32BIT  # with weight and gradient
 _NUM_TEMPORARIES = 4  # as large as the parameter: the most that torch's optimizers allocate
-_SCALARS = {"step", "mu_product", "eta", "mu"}  # of torch's optimizers, one for each parameter
+SCALARS = {"step", "mu_product", "eta", "mu"}  # of torch's optimizers, one for each parameter
 
 
 def is_updated_in_tiles(optimizer: Any, param: Tensor) -> bool:
@@ -256,7 +256,7 @@ class DeviceTiles:
                 moments = [m.view(shape) if m.numel() == piece.numel else m for m in moments]
             stand_in = piece.update.stand_in
             group = group_of(optimizer, stand_in)
-            are_here = _has_scalars_on_device(optimizer, group)
+            are_here = has_scalars_on_device(optimizer, group)
             state = self._state_of(optimizer.state[stand_in], moments, are_here)
             several.append(Values(group, values, grad, state))
         after = step_together(optimizer, several)
@@ -284,7 +284,7 @@ class DeviceTiles:
                 found[key] = moments[keys.index(key)]
             elif not isinstance(value, Tensor):
                 found[key] = value
-            elif key in _SCALARS:  # each tile begins with the same
+            elif key in SCALARS:  # each tile begins with the same
                 device = self._device if are_scalars_here else value.device
                 found[key] = value.to(device, copy=True)
             else:
@@ -328,19 +328,19 @@ def _moments(state: Mapping[str, Any]) -> list[str]:
 
 
 def _is_cut(key: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and not key.startswith("qmap") and key not in _SCALARS
+    return isinstance(value, Tensor) and not key.startswith("qmap") and key not in SCALARS
 
 
 # Of processes that share state, tensors are in their memory.
 def _set_scalars(state: dict[str, Any], after: Mapping[str, Any]) -> None:
-    for key in _SCALARS & state.keys():
+    for key in SCALARS & state.keys():
         if isinstance(state[key], Tensor):
             state[key].copy_(after[key])
         else:
             state[key] = after[key]
 
 
-def _has_scalars_on_device(optimizer: Any, group: Mapping[str, Any]) -> bool:
+def has_scalars_on_device(optimizer: Any, group: Mapping[str, Any]) -> bool:
     """Return whether torch has counts of steps and the like on the device, as on CUDA."""
     is_fused = group.get("fused")
     if is_fused is None and not group.get("foreach"):  # moments in bfloat16 are AdamW's, fused
