@@ -137,6 +137,9 @@ NAMES = (
     Names("torch.nn.modules.batchnorm", "_BatchNorm"),
     Names("torch.nn.modules.batchnorm", "_NormBase", "activation_checkpointing"),
     Names("torch.nn.modules.conv", "_ConvNd"),
+    # The feed-forward layers have no module of their own.
+    Names("torch.nn:TransformerEncoderLayer", "_ff_block", "activation_checkpointing"),
+    Names("torch.nn:TransformerDecoderLayer", "_ff_block", "activation_checkpointing"),
     Names("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod"),
     # The mark of schedulers, the state before the first step, and where a scale is waited for.
     Names("torch.optim.lr_scheduler:LRScheduler", "_wrapped_by_lr_sched"),

@@ -15,6 +15,7 @@ from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading import host_updates
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -212,6 +213,31 @@ class TestCorrected:
 
         fit(make_lit(model="tied"), callback, Looks(callback, {1: 0}))
         assert types == [{torch.bfloat16}] * 6
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("kind", ["adamw_bf16_state", "muon", "torch.optim:NAdam"])
+    def test_of_named_optimizers(self, kind):
+        """Counts of steps and the like go where the optimizer has them."""
+
+        def train(numbers: dict[int, int], **fused: Any) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = wide_model().cuda()
+            adamw = torch.optim.AdamW(model.parameters(), **fused)
+            named = NamedOptimizer(kind, blocks=nn.Sequential, module=model)
+            optimizer = named.apply(adamw).target
+            offloading = Offloading("parameters", blocks=nn.Sequential, resident=2)
+            with offloading.apply(model) as handle, offloading.update_in_background(optimizer):
+                for step in range(5):
+                    if step in numbers:
+                        handle.keep_on_device(numbers[step], [optimizer])
+                    model(torch.randn(2, 64).cuda()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [param.cpu() for param in model.parameters()]
+
+        for fused in [{}, {"fused": True}] if kind == "muon" else [{}]:
+            expected = train({}, **fused)
+            assert all(map(torch.equal, train({1: 5, 3: 0}, **fused), expected))
 
     def test_in_a_loop_of_ones_own(self):
         def train(numbers: dict[int, int]) -> list[torch.Tensor]:

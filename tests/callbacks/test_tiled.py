@@ -25,9 +25,24 @@ class LanguageModel(nn.Module):
         return loss
 
 
-def silent() -> Any:
+class OfTorch(nn.Module):
+    """Layers whose feed-forward layers are called by a method of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(16, 2, 256, batch_first=True) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten()[None, :, None].expand(1, -1, 16)  # one sequence of 256
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def silent(model: type[nn.Module] = LanguageModel) -> Any:
     """A module whose step logs nothing, so that its memory is that of the model."""
-    return make_lit(model=LanguageModel(), training_step=lambda self, x, batch_idx: self.model(x))
+    return make_lit(model=model(), training_step=lambda self, x, batch_idx: self.model(x))
 
 
 def only(**settings: Any) -> MemSaveCallback:
@@ -59,11 +74,17 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.slow
-def test_is_predicted_to_the_byte(name):
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *((LanguageModel, name) for name in SETTINGS),
+        *((OfTorch, name) for name in SETTINGS if name != "offload"),  # it has no head
+    ],
+)
+def test_is_predicted_to_the_byte(model, name):
     precision, more = SETTINGS[name]
     callback = only(predict=600, **more)
-    fit(silent(), callback, precision=precision)
+    fit(silent(model), callback, precision=precision)
     assert callback.prediction is not None
     assert callback.prediction.peak_bytes == peak_of(callback)

@@ -315,7 +315,11 @@ def test_what_was_recorded_of_a_variant_counts_when_time_is_over():
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
-@pytest.mark.parametrize("optimizer", [None, "8bit", ALL_8BIT], ids=["32", "8bit", "all"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [None, "8bit", ALL_8BIT, "torch.optim:NAdam"],
+    ids=["32", "8bit", "all", "nadam"],
+)
 @pytest.mark.parametrize(
     ("offload", "low"),
     [

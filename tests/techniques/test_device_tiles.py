@@ -18,9 +18,11 @@ from lightning_memsave import (
     OptimizerInBackward,
     predict_memory,
 )
+from lightning_memsave.techniques import optimizer_step
 from lightning_memsave.techniques.flat_memory import is_in_piece
 from lightning_memsave.techniques.offloading import device_tiles
 from lightning_memsave.techniques.offloading.host_updates import host_updates_of
+from lightning_memsave.techniques.optimizer_kinds import ELEMENTWISE
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import assert_same, in_pairs
@@ -73,24 +75,58 @@ def test_the_same_bits_as_without_offloading(name, kind, what, in_backward):
         assert tiles_of(ours) is not None
 
 
+_OF_TORCH = sorted(cls.__name__ for cls in {*ELEMENTWISE, torch.optim.Muon} - {torch.optim.AdamW})
+NAMED: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("muon", "adamw_bf16_state")},
+    **{f"torch.optim:{name}": {} for name in _OF_TORCH},
+    "muon, fused": {"fused": True},
+    "muon, one by one": {"foreach": False},
+    "adamw_bf16_state, one by one": {"foreach": False, "fused": False},
+    "torch.optim:Adam, fused": {"fused": True, "amsgrad": True},
+    "torch.optim:NAdam, capturable": {"capturable": True},
+    "torch.optim:SGD, nesterov": {"momentum": 0.9, "nesterov": True},
+    "torch.optim:RMSprop, centered": {"momentum": 0.9, "centered": True},
+}
+
+
+def _named(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    kind, settings = name.partition(",")[0], NAMED[name]
+    is_of_class = ":" in kind
+    params = [param for param in model.parameters() if param.requires_grad]
+    adamw = torch.optim.AdamW(params, weight_decay=0.1, **({} if is_of_class else settings))
+    kwargs = settings if is_of_class else {}
+    how: dict[str, Any] = {"module": model, "blocks": "re:blocks|head"}
+    return NamedOptimizer(kind, optimizer_kwargs=kwargs, **how).apply(adamw).target
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["muon", "torch.optim:Muon"])
-@pytest.mark.parametrize("what", ["optimizer", "parameters"])
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_matrices_of_muon_have_the_same_bits_as_without_offloading(kind, what, in_backward):
-    """AdamW for the rest runs on the host, where it rounds in its own way: it has no gradients."""
+@pytest.mark.parametrize(
+    ("name", "what", "in_backward"),
+    in_pairs([*NAMED], ["optimizer", "parameters"], [False, True]),
+)
+def test_named_optimizers_have_the_same_bits_as_without_offloading(
+    name, what, in_backward, monkeypatch
+):
+    """All steps are made on the device: elsewhere kernels would round in another way."""
+    devices = set[str]()
+    step = optimizer_step.step_without_hooks
+
+    def note(optimizer, *closure):
+        devices.update(p.device.type for g in optimizer.param_groups for p in g["params"])
+        return step(optimizer, *closure)
+
+    monkeypatch.setattr(optimizer_step, "step_without_hooks", note)
     found = []
     for is_offloaded in (True, False):
         model = make_model("dropout").train().cuda()
-        params = [p.requires_grad_(p.ndim == 2) for p in model.parameters()]
+        if name == "torch.optim:Muon":
+            for param in model.parameters():
+                param.requires_grad_(param.ndim == 2)
         with ExitStack() as stack:
+            offloading = Offloading(what)
             if is_offloaded:
-                offloading = Offloading(what)
                 stack.enter_context(offloading.apply(model))
-            adamw = torch.optim.AdamW([p for p in params if p.requires_grad], weight_decay=0.1)
-            optimizer = (
-                NamedOptimizer(kind, module=model, blocks="re:blocks|head").apply(adamw).target
-            )
+            optimizer = _named(model, name)
             if in_backward:
                 OptimizerInBackward().apply(optimizer)
             if is_offloaded:
@@ -105,8 +141,10 @@ def test_matrices_of_muon_have_the_same_bits_as_without_offloading(kind, what, i
                 losses.append(loss.detach().cpu())
             tiles = host_updates_of(optimizer)
             assert (tiles is not None and tiles._tiles is not None) is is_offloaded
-        found.append([losses, tree_map_only(Tensor, Tensor.cpu, dict(model.state_dict()))])
+        states = [dict(optimizer.state[param]) for param in model.parameters()]
+        found.append(tree_map_only(Tensor, Tensor.cpu, [losses, dict(model.state_dict()), states]))
     assert_same(*found)
+    assert devices == {"cuda"}
 
 
 @pytest.mark.gpu
@@ -222,18 +260,18 @@ def large_tiles(monkeypatch):
     monkeypatch.setattr(device_tiles, "MAX_TILE_NUMEL", 2**18)
 
 
-OF_MUON: dict[str, dict[str, Any]] = {
+ON_A_STREAM: dict[str, dict[str, Any]] = {
     f"{kind} {name}": {"optimizer": kind, **settings}
-    for kind in ("muon", "muon_8bit")
+    for kind in ("muon", "muon_8bit", "adamw_bf16_state", "torch.optim:NAdam")
     for name, settings in SETTINGS.items()
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*SETTINGS, *OF_MUON])
+@pytest.mark.parametrize("name", [*SETTINGS, *ON_A_STREAM])
 @pytest.mark.usefixtures("large_tiles")
 def test_a_fit_needs_what_is_predicted(name):
-    settings = {**OFFLOADED, **(SETTINGS | OF_MUON)[name]}
+    settings = {**OFFLOADED, **(SETTINGS | ON_A_STREAM)[name]}
     callback = MemSaveCallback(**settings, predict=60, report=False)
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
@@ -243,8 +281,8 @@ def test_a_fit_needs_what_is_predicted(name):
     assert predicted is not None
     peak_bytes = torch.cuda.max_memory_allocated()
     assert predicted.peak_bytes == torch.cuda.memory_stats()["requested_bytes.all.peak"]
-    # Matrices have blocks on a stream of their own, of which each may be 1 MiB larger than asked.
-    unused = {"abs": 2**20} if name in OF_MUON else {"rel": 0.005}
+    # Blocks on a stream of their own may each be 1 MiB larger than asked.
+    unused = {"abs": 2**20} if name in ON_A_STREAM else {"rel": 0.005}
     assert predicted.allocated_bytes == pytest.approx(peak_bytes, **unused)
 
 

@@ -197,6 +197,68 @@ def test_hugging_face_models(family):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
+class OfTorch(nn.Module):
+    """Layers whose feed-forward layers are in no module of their own, but in a method."""
+
+    def __init__(self, layer: Any, dropout: float = 0.0, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        how: dict[str, Any] = {"dropout": dropout, "batch_first": True, **settings}
+        self.blocks = nn.ModuleList([layer(WIDTH, 4, 16 * WIDTH, **how) for _ in range(2)])
+        self.is_decoder = layer is nn.TransformerDecoderLayer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            y = block(y, x) if self.is_decoder else block(y)
+        return y.square().mean()
+
+
+LAYERS = [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_layers_of_torch(layer, norm_first):
+    model = OfTorch(layer, norm_first=norm_first).double()
+    batch, plain = sequences().double(), gradients(model, sequences().double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        handle = ActivationCheckpointing("tiled", tile=12).apply(model)
+        assert f"2 x {layer.__name__}._ff_block" in handle.summary
+        assert_close(plain, gradients(model, batch))
+    peaks = {}
+    for which in ("nested", "tiled"):
+        tile: dict[str, Any] = {"tile": 32} if which == "tiled" else {}
+        model = OfTorch(layer)
+        ActivationCheckpointing(which, **tile).apply(model)
+        gradients(model, sequences(1, 1024))
+        with LiveTensors(model) as counter:
+            gradients(model, sequences(1, 1024))
+        peaks[which] = counter.peak.activation_bytes + counter.peak.temporary_bytes
+    row = sequences(1, 1024).nbytes
+    # Three rows as wide as the hidden layer are as much as 48 of the input; attention stays whole.
+    assert peaks["nested"] > 48 * row
+    assert peaks["tiled"] < 16 * row
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_masks_of_layers_of_torch_are_drawn_tile_by_tile(layer):
+    model, by_hand, batch = OfTorch(layer, 0.5), OfTorch(layer, 0.5), sequences(1, 24)
+    for block in by_hand.blocks:
+        norms = [child for child in block.children() if isinstance(child, nn.LayerNorm)]
+        for owner, name in [(block, "_ff_block"), *((norm, "forward") for norm in norms)]:
+            whole = getattr(owner, name)
+
+            def in_tiles(x: Tensor, whole: Any = whole) -> Tensor:
+                return torch.cat([whole(few) for few in x.split(10, 1)], 1)
+
+            setattr(owner, name, in_tiles)
+    ActivationCheckpointing("tiled", tile=10).apply(model)
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(by_hand, batch), gradients(model, batch)))
+
+
 # peft reads a property that transformers has deprecated.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_inside():

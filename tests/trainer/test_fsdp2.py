@@ -360,13 +360,17 @@ ROUNDED: dict[str, tuple[dict[str, Any], float]] = {
     "chunked_cross_entropy": ({"chunked_cross_entropy": True}, 1e-10),
     "attention": ({"attention": "sdpa"}, 1e-6),
     "tiled": ({"activation_checkpointing": ActivationCheckpointing("tiled", tile=4)}, 1e-6),
+    "tiled methods": (
+        {"activation_checkpointing": ActivationCheckpointing("tiled", tile=4)},
+        1e-10,
+    ),
 }
 
 
 def with_rounded_techniques() -> Notes:
     def run(name: str, *callbacks: Any) -> Notes:
         made = lit(make=functools.partial(Tied, dropout=0.0, num_words=1100))
-        if name != "chunked_cross_entropy":
+        if name not in ("chunked_cross_entropy", "tiled methods"):
             made = lit(make=llama, training_step=of_labels)
         if name == "attention":
             made.model.set_attn_implementation("eager")

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_memsave import FSDP2Strategy, LowBitOptimizer, MemSaveCallback
-from lightning_memsave.errors import IncompatibleError
+from lightning_memsave import (
+    ActivationCheckpointing,
+    FSDP2Strategy,
+    LowBitOptimizer,
+    MemSaveCallback,
+)
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.trainer.tensor_parallel import split_by_plan
 from tests.callbacks import ranks
 from tests.callbacks.lit import loader_of, make_trainer, summary_of
@@ -106,6 +112,11 @@ def of_training() -> Notes:
         notes[name], trainer = train(module_of(make=make), gradient_clip_val=0.3, **AT_ONCE)
         split = [p for p in trainer.lightning_module.parameters() if isinstance(p, DTensor)]
         notes[name]["shares"] = [p.to_local().numel() / p.numel() for p in split]
+    in_tiles = off(activation_checkpointing=ActivationCheckpointing("tiled", tile=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)  # where feed-forward stays whole
+        module = module_of(make=CLIPPED["tied"])
+        notes["tiled"], _ = train(module, in_tiles, gradient_clip_val=0.3, **AT_ONCE)
     return notes
 
 
@@ -173,6 +184,13 @@ def test_processes_that_share_layers_agree(seen):
     for first, second in zip(all_notes[::LAYERS], all_notes[1::LAYERS], strict=True):
         assert first == second
     assert all(notes["ours"]["weights"] == all_notes[0]["ours"]["weights"] for notes in all_notes)
+
+
+def test_feed_forward_runs_in_tiles(seen):
+    for notes in seen("training"):
+        close(notes["tiled"]["losses"], notes["tied"]["losses"], rtol=1e-10)
+        for key, values in notes["tied"]["weights"].items():
+            close(notes["tiled"]["weights"][key], values, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", CLIPPED)

@@ -20,14 +20,21 @@ from tests.virtual_gpu.pair import backend, on_gpus, rank, tell, train_on_two
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-LOW_BIT = LowBitOptimizer(min_8bit_size=64)
+OPTIMIZERS: dict[str, Any] = {
+    "8bit": LowBitOptimizer(min_8bit_size=64),
+    "bf16 state": "adamw_bf16_state",
+    "nadam": "torch.optim:NAdam",
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "optimizer": {"offload": "optimizer"},
     "parameters": {"offload": "parameters"},
     "preset": {"offload": "parameters+activations", "activation_checkpointing": "all"},
-    "8bit": {"optimizer": LOW_BIT},
-    "8bit, parameters": {"optimizer": LOW_BIT, "offload": "parameters"},
+    **{name: {"optimizer": optimizer} for name, optimizer in OPTIMIZERS.items()},
+    **{
+        f"{name}, parameters": {"optimizer": optimizer, "offload": "parameters"}
+        for name, optimizer in OPTIMIZERS.items()
+    },
 }
 
 
@@ -89,10 +96,11 @@ def test_training_is_that_of_ddp(found, name):
     assert found[0][name][1] == found[1][name][1]
 
 
-def test_processes_update_their_share_of_8_bit_state_by_their_devices(found):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_processes_update_their_share_of_state_by_their_devices(found, name):
     for own in found:
-        assert own["8bit, parameters"][:2] == own["8bit"][:2]
-    assert found[0]["8bit, parameters"][1] == found[1]["8bit, parameters"][1]
+        assert own[f"{name}, parameters"][:2] == own[name][:2]
+    assert found[0][f"{name}, parameters"][1] == found[1][f"{name}, parameters"][1]
 
 
 @pytest.mark.real_gpu_too

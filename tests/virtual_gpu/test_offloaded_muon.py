@@ -1,4 +1,4 @@
-"""Matrices of Muon that pass the device whole, on a stream of their own, beside the next step."""
+"""Updates that pass the device on a stream of their own, beside the next step, as Muon's do."""
 
 from typing import Any
 
@@ -18,8 +18,7 @@ CODE = """
         layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64))
             for _ in range(3)]
         model = nn.Sequential(*layers).cuda()
-        # What AdamW has on the host is updated there, by its fused kernels.
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "muon" or None)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
         technique = Offloading(what, blocks="Sequential") if what else None
         handle = technique and technique.apply(model)
         named = LowBitOptimizer if "8bit" in kind else NamedOptimizer
@@ -40,7 +39,7 @@ CODE = """
             handle.undo()
         return losses
 
-    kinds = "muon", "muon_8bit"
+    kinds = "muon", "muon_8bit", "adamw_bf16_state"
     ways = [("optimizer", False), ("parameters", False), ("parameters", True)]
     print(json.dumps([[train(kind, None, False), *(train(kind, *way) for way in ways)]
         for kind in kinds]))

@@ -54,6 +54,16 @@ def parts_of(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
+def methods_of(blocks: Sequence[Block]) -> list[Block]:
+    """Return blocks whose feed-forward layers are called by a method of their own."""
+    with_method = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    return [
+        Block(f"{block.name}{_METHOD}", block.module)
+        for block in blocks
+        if isinstance(block.module, with_method)
+    ]
+
+
 def is_chain(module: nn.Module) -> bool:
     has_own_forward = type(module).forward is not nn.Sequential.forward
     return isinstance(module, nn.Sequential) and len(module) >= 4 and not has_own_forward
@@ -76,6 +86,7 @@ _VALUES = (
 )
 _KINDS = ("tiled", "nested", "full", "selective")
 _TILES = "_memsave_tiles"  # its copies run on all tokens
+_METHOD = "._ff_block"  # of torch's layers
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,8 @@ class ActivationCheckpointing(Technique[nn.Module]):
             for their submodules (attention, feed-forward) once more while a block is recomputed, so
             that the activations of one submodule exist at a time; ``"tiled"`` for the same with
             long sequences: norms, and submodules that compute each position by itself, such as
-            feed-forward ones, run and are recomputed on `tile` tokens at a time;
+            feed-forward ones (and those layers of torch's transformer layers), run and are
+            recomputed on `tile` tokens at a time;
             ``"selective"`` for all blocks, but the outputs of matrix products, convolutions and
             attention are saved and only the rest is recomputed; ``"sqrt"`` to split each long
             ``nn.Sequential`` into about sqrt(n) segments (Chen et al.). For transformer blocks
@@ -240,7 +252,8 @@ class ActivationCheckpointing(Technique[nn.Module]):
         tiled = [block for block in full if kinds[block.name] == "tiled"]
         nested = [block for block in full if kinds[block.name] == "nested"]
         parts = _plain(parts_of(nested))
-        in_tiles, norms = _plain(parts_of(tiled)), _plain(norms_of(tiled))
+        in_tiles = _plain([*parts_of(tiled), *methods_of(tiled)])
+        norms = _plain(norms_of(tiled))
         all_parts = [*parts, *in_tiles, *norms]
         summary = []
         if full or not selective:
@@ -325,10 +338,11 @@ class _Selective:
 class _Tiled:
     @staticmethod
     def forward(part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        run, tiles = previous_method(part, "forward"), own(part, _TILES)
-        if tiles is None or not torch.is_grad_enabled() or _runs_without(part, args, kwargs):
-            return run(*args, **kwargs)
-        return tiles.run(part, run, args, kwargs)
+        return _run_in_tiles(part, "forward", args, kwargs)
+
+    @staticmethod
+    def _ff_block(layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return _run_in_tiles(layer, "_ff_block", args, kwargs)
 
 
 class _Segments:
@@ -355,6 +369,13 @@ def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) ->
     if not torch.is_grad_enabled() or _runs_without(block, args, kwargs):
         return run(*args, **kwargs)
     return recompute(run, [block], args, kwargs, is_selective=is_selective)
+
+
+def _run_in_tiles(part: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+    run, tiles = previous_method(part, name), own(part, _TILES)
+    if tiles is None or not torch.is_grad_enabled() or _runs_without(part, args, kwargs):
+        return run(*args, **kwargs)
+    return tiles.run(part, run, args, kwargs)
 
 
 # Recomputation would write to a key-value cache a second time.
@@ -415,7 +436,8 @@ def _in_tiles(
     for part in (*parts, *norms):
         tiles = Tiles(part.name, size, None if part in norms else reasons, len(parts))
         yield set_own(part.module, _TILES, tiles)
-        yield patch_method(part.module, _Tiled.forward)
+        is_method = part.name.endswith(_METHOD)
+        yield patch_method(part.module, _Tiled._ff_block if is_method else _Tiled.forward)
 
 
 def _plain(blocks: Sequence[Block]) -> list[Block]:
@@ -429,7 +451,10 @@ def _run_chain(layers: list[nn.Module], input: Any) -> Any:
 
 
 def _counted(blocks: Sequence[Block]) -> str:
-    classes = Counter(type(block.module).__name__ for block in blocks)
+    classes = Counter(
+        f"{type(block.module).__name__}{_METHOD if block.name.endswith(_METHOD) else ''}"
+        for block in blocks
+    )
     return ", ".join(f"{count} x {name}" for name, count in classes.items())
 
 

@@ -274,7 +274,8 @@ class _ByPosition(TorchDispatchMode):
             raise _MixesError(f"computes `{func.overloadpacket.__name__}`")
         for argument in func._schema.arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and id(named.get(argument.name)) not in self._of_positions:
+            written = _tensors(named.get(argument.name)) if is_written else []
+            if any(id(tensor) not in self._of_positions for tensor in written):
                 raise _MixesError("changes a tensor that it keeps")
         output = func(*args, **kwargs)
         if any(flags):
@@ -291,7 +292,7 @@ class _ByPosition(TorchDispatchMode):
         packet = func.overloadpacket.__name__
         if packet in _PRODUCTS_OF_4_BITS:
             return flags[0] and sum(flags) == 1
-        if func.namespace not in ("aten", "prim"):
+        if func.namespace not in ("aten", "prim", "c10d"):
             return False
         if packet in _PRODUCTS:
             return flags[-1] is False and sum(flags) == 1
@@ -322,6 +323,7 @@ _ALONG = _LAST | {
 _ELEMENTWISE = {
     *("view", "_unsafe_view", "_to_copy", "clone", "detach", "alias", "device"),
     *("native_dropout", "bernoulli_", "empty_like", "zeros_like", "ones_like"),
+    "allreduce_",  # of layers that processes share
 }
 
 

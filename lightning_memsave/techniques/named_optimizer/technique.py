@@ -67,7 +67,9 @@ class NamedOptimizer(Technique[Optimizer]):
     Note:
         Exactness is *approximate*: it is another optimizer. With it, training is bit for bit that
         of a project whose ``configure_optimizers`` returns this optimizer; with ``"muon"``, of
-        torch's two optimizers that make their steps one after the other. The groups are shared
+        torch's two optimizers that make their steps one after the other. Offloaded on CUDA, this
+        holds for float32 weights, also in two halves, but not for classes other than torch's Muon
+        and elementwise ones, which the host updates with its own rounding. The groups are shared
         with the given optimizer: use ``Handle.target`` from now on, and pass it to learning rate
         schedulers. Not for an optimizer that has made steps already.
 

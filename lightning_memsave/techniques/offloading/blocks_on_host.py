@@ -11,6 +11,7 @@ from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.memory import host_copies
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
+from lightning_memsave.techniques.offloading.device_tiles import SCALARS, has_scalars_on_device
 from lightning_memsave.techniques.offloading.module_hooks import move_blocks
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
@@ -100,8 +101,7 @@ def _moved_state(
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     continue
-                # As torch has it: kernels that take it as a tensor want it on their device.
-                stays = key == "step" and not (group.get("capturable") or group.get("fused"))
+                stays = key in SCALARS and not has_scalars_on_device(optimizer, group)
                 if id(value) not in moved:
                     moved[id(value)] = value.to("cpu" if stays else device, copy=True)
                 values[key] = moved[id(value)]

@@ -1,6 +1,7 @@
 """Update what waits on the host with the device's kernels, tile by tile."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +10,17 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import counted_as, each_part
 from lightning_memsave.techniques.flat_memory import aligned, is_in_piece, tensor_in
 from lightning_memsave.techniques.host_memory import HostMemory
-from lightning_memsave.techniques.muon import is_of_muon
+from lightning_memsave.techniques.muon import has_momentum, is_of_muon
 from lightning_memsave.techniques.offloading.part import Part, join_weight, split_weight
-from lightning_memsave.techniques.optimizer_kinds import BLOCKSIZE, is_low_bit
-from lightning_memsave.techniques.optimizer_step import group_of
+from lightning_memsave.techniques.optimizer_kinds import (
+    BLOCKSIZE,
+    ELEMENTWISE,
+    STATE_KEYS,
+    STATE_LIKE_WEIGHTS,
+    is_low_bit,
+    is_made_here,
+)
+from lightning_memsave.techniques.optimizer_step import allocates_all_state, group_of
 from lightning_memsave.techniques.tiled_steps import Values, step_together
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 2**21, 2**22
@@ -21,16 +29,24 @@ than to copy; larger ones need more memory, and are no faster on an H200."""
 _NUM_SLOTS = 2  # one comes or goes while the other one is updated
 _8BIT, _32BIT = 1 + 4 / BLOCKSIZE, 4  # bytes of a moment, with its scales
 _BYTES_8BIT, _BYTES_32BIT = 4 + 4 + 2 * _8BIT, 4 + 4 + 2 * _32BIT  # with weight and gradient
+_NUM_TEMPORARIES = 4  # as large as the parameter: the most that torch's optimizers allocate
+SCALARS = {"step", "mu_product", "eta", "mu"}  # of torch's optimizers, one for each parameter
 
 
 def is_updated_in_tiles(optimizer: Any, param: Tensor) -> bool:
     """Return whether the device updates a parameter that an optimizer has on the host.
 
     bitsandbytes' kernels for a CPU are made for tests: 16 cores take 17 to 20 s for a billion
-    parameters, the bus of an H200 0.17 s to bring them and their state to the device and back. And
-    Muon multiplies matrices.
+    parameters, the bus of an H200 0.17 s to bring them and their state to the device and back. Muon
+    multiplies matrices. And what ``NamedOptimizer`` makes has the bits that it has without
+    offloading where tiles have them, too.
     """
-    return is_of_muon(optimizer, param) or is_low_bit(optimizer)
+    return is_of_muon(optimizer, param) or is_low_bit(optimizer) or _is_elementwise(optimizer)
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    is_named = type(optimizer) in ELEMENTWISE and STATE_KEYS in vars(optimizer)
+    return is_made_here(optimizer) or (is_named and allocates_all_state(optimizer))
 
 
 def lock_state(state: dict[str, Any], memory: HostMemory) -> None:
@@ -45,7 +61,7 @@ class Update(NamedTuple):
 
     stand_in: nn.Parameter
     part: Part
-    param: Tensor
+    param: nn.Parameter
 
 
 class _Slots:
@@ -100,8 +116,9 @@ class _Slots:
 class DeviceTiles:
     """Room on the device for tiles, of which one is updated while others come and go.
 
-    Small parameters share a tile. A matrix of Muon is a tile, and is updated on another stream than
-    what the device computes meanwhile, so that nobody else gets the memory that is kept for it.
+    Small parameters share a tile. A matrix of Muon is a tile. What torch's optimizers update is
+    updated on another stream than what the device computes meanwhile, so that nobody else gets the
+    memory that is kept for their temporaries.
     """
 
     def __init__(
@@ -118,10 +135,12 @@ class DeviceTiles:
         self._device, self._known = device, {id(param) for param in parts}
         self._slot_bytes = max(_slot_bytes(optimizer, param) for param in parts)
         self._numel = max((_padded(_tile_numel(optimizer, param)) for param in rest), default=0)
-        self._muon_bytes = max(
+        self._kept_bytes = max(
             (_muon_bytes(optimizer, p, are_narrow + parts[p].is_split(p)) for p in matrices),
             default=0,
         )
+        if not is_low_bit(optimizer):
+            self._kept_bytes = max(self._kept_bytes, _NUM_TEMPORARIES * 4 * self._numel)
         self._own = torch.cuda.Stream(device) if device.type == "cuda" else None
         # Kept, so that the memory which a step needs does not depend on when an update runs.
         with counted_as("temporary"), torch.inference_mode(mode=False):
@@ -171,32 +190,36 @@ class DeviceTiles:
         return len(pieces) == 1 or (numel <= self._numel and num_bytes <= self._slot_bytes)
 
     def _step_small(self, optimizer: Any, pieces: Sequence["_Piece"]) -> None:
-        with counted_as(""):  # the device's, though the host's thread is here
+        # The device's, though the host's thread is here.
+        with counted_as("") if is_low_bit(optimizer) else self._with_kept_memory():
             states = self._update(optimizer, pieces)
-        for piece, after in zip(pieces, states, strict=True):
-            optimizer.state[piece.update.stand_in]["step"] = after["step"]
+            for piece, after in zip(pieces, states, strict=True):
+                _set_scalars(optimizer.state[piece.update.stand_in], after)
 
     def _step_tiles(self, optimizer: Any, update: Update, size: int) -> None:
-        counts = set()
+        after: dict[str, Any] = {}
 
         def step_tile(tile: slice) -> None:
+            nonlocal after
             (after,) = self._update(optimizer, [_Piece(update, tile)])
-            counts.add(after["step"])
 
-        with counted_as(""):
+        with counted_as("") if is_low_bit(optimizer) else self._with_kept_memory():
             each_part(update.param, update.param.numel(), size, step_tile)
-        (optimizer.state[update.stand_in]["step"],) = counts
+            _set_scalars(optimizer.state[update.stand_in], after)
 
     def _step_matrix(self, optimizer: Any, whole: "_Piece") -> None:
-        state = optimizer.state[whole.update.stand_in]
+        with self._with_kept_memory():
+            (after,) = self._update(optimizer, [whole], shape=whole.update.param.shape)
+            _set_scalars(optimizer.state[whole.update.stand_in], after)
+
+    @contextlib.contextmanager
+    def _with_kept_memory(self) -> Iterator[None]:
         with torch.cuda.stream(self._own), counted_as("temporary"):
             self._kept = None
             try:
-                (after,) = self._update(optimizer, [whole], shape=whole.update.param.shape)
+                yield
             finally:
                 self._keep_memory()
-        if "step" in state:
-            state["step"] = after["step"]
 
     def _keep_memory(self) -> None:
         with (
@@ -204,7 +227,7 @@ class DeviceTiles:
             counted_as("temporary"),
             torch.inference_mode(mode=False),
         ):
-            self._kept = torch.empty(self._muon_bytes, dtype=torch.uint8, device=self._device)
+            self._kept = torch.empty(self._kept_bytes, dtype=torch.uint8, device=self._device)
 
     def _update(
         self, optimizer: Any, pieces: Sequence["_Piece"], shape: Sequence[int] | None = None
@@ -231,8 +254,11 @@ class DeviceTiles:
             if shape is not None:
                 values, grad = values.view(shape), grad.view(shape)
                 moments = [m.view(shape) if m.numel() == piece.numel else m for m in moments]
-            state = self._state_of(optimizer.state[piece.update.stand_in], moments)
-            several.append(Values(group_of(optimizer, piece.update.stand_in), values, grad, state))
+            stand_in = piece.update.stand_in
+            group = group_of(optimizer, stand_in)
+            are_here = has_scalars_on_device(optimizer, group)
+            state = self._state_of(optimizer.state[stand_in], moments, are_here)
+            several.append(Values(group, values, grad, state))
         after = step_together(optimizer, several)
         for each in halves:
             split_weight(*each)
@@ -249,15 +275,24 @@ class DeviceTiles:
             return grad
         return grad.float() if room is None else self._gradient[room].copy_(grad)
 
-    def _state_of(self, state: Mapping[str, Any], moments: Sequence[Tensor]) -> dict[str, Any]:
-        keys = _moments(state)
-        rest = {key: self._on_device(state[key]) for key in state.keys() - {*keys}}
-        return rest | dict(zip(keys, moments, strict=True))
+    def _state_of(
+        self, state: Mapping[str, Any], moments: Sequence[Tensor], are_scalars_here: bool
+    ) -> dict[str, Any]:
+        keys, found = _moments(state), {}
+        for key, value in state.items():
+            if key in keys:
+                found[key] = moments[keys.index(key)]
+            elif not isinstance(value, Tensor):
+                found[key] = value
+            elif key in SCALARS:  # each tile begins with the same
+                device = self._device if are_scalars_here else value.device
+                found[key] = value.to(device, copy=True)
+            else:
+                found[key] = self._table(value)
+        return found
 
     # Tables of 256 values, which all parameters share.
-    def _on_device(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def _table(self, value: Tensor) -> Tensor:
         key = value.untyped_storage()._cdata
         if key not in self._tables:
             with counted_as("temporary"):
@@ -293,7 +328,24 @@ def _moments(state: Mapping[str, Any]) -> list[str]:
 
 
 def _is_cut(key: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and not key.startswith("qmap")
+    return isinstance(value, Tensor) and not key.startswith("qmap") and key not in SCALARS
+
+
+# Of processes that share state, tensors are in their memory.
+def _set_scalars(state: dict[str, Any], after: Mapping[str, Any]) -> None:
+    for key in SCALARS & state.keys():
+        if isinstance(state[key], Tensor):
+            state[key].copy_(after[key])
+        else:
+            state[key] = after[key]
+
+
+def has_scalars_on_device(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Return whether torch has counts of steps and the like on the device, as on CUDA."""
+    is_fused = group.get("fused")
+    if is_fused is None and not group.get("foreach"):  # moments in bfloat16 are AdamW's, fused
+        is_fused = not getattr(optimizer, STATE_LIKE_WEIGHTS, True)
+    return bool(is_fused or group.get("capturable")) or type(optimizer) is torch.optim.ASGD
 
 
 def _is_8bit(optimizer: Any, param: Tensor) -> bool:
@@ -307,15 +359,24 @@ def _tile_numel(optimizer: Any, param: Tensor) -> int:
         return numel
     # Tiles must not split a block of 8-bit state.
     share = min(max(numel // 8 // BLOCKSIZE * BLOCKSIZE, MIN_TILE_NUMEL), MAX_TILE_NUMEL)
-    is_8bit = _is_8bit(optimizer, param)
-    return min(numel, share if is_8bit else int(share * _BYTES_8BIT / _BYTES_32BIT))
+    if not _is_8bit(optimizer, param):
+        share = int(share * _BYTES_8BIT / _BYTES_32BIT) // BLOCKSIZE * BLOCKSIZE
+    return min(numel, share)
 
 
 def _slot_bytes(optimizer: Any, param: Tensor) -> int:
-    moment = _8BIT if _is_8bit(optimizer, param) else _32BIT
-    num_moments = 1 if is_of_muon(optimizer, param) else 2
-    num_bytes = 4 + 4 + num_moments * moment
+    num_bytes = 4 + 4 + _moment_bytes(optimizer, param)
     return int(_tile_numel(optimizer, param) * num_bytes) + 8 * aligned(1)
+
+
+def _moment_bytes(optimizer: Any, param: Tensor) -> float:
+    """Give the bytes of moments for each number, also before there is state."""
+    if is_low_bit(optimizer) or is_of_muon(optimizer, param):
+        num_moments = 1 if is_of_muon(optimizer, param) else 2
+        return num_moments * (_8BIT if _is_8bit(optimizer, param) else _32BIT)
+    states = (state for state in optimizer.state.values() if state and not has_momentum(state))
+    state = optimizer.state.get(param) or next(states, None)
+    return 2 * _32BIT if state is None else sum(state[k].element_size() for k in _moments(state))
 
 
 # What torch's Muon allocates beside weight, gradient and momentum: the update in float32, two of it

@@ -40,7 +40,7 @@ def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
     """Reckon what a trained weight needs on the host, with its gradient and AdamW's state."""
     low = arguments.get("low_precision_weights")
     weight = 6 if getattr(low, "rounding", low) == "master" else 4
-    state = 2 if _is_8bit(arguments) else 8
+    state = _STATE_BYTES.get(_kind_of(arguments), 8)
     gradient = 0 if arguments.get("optimizer_in_backward") else 4
     return weight + state + gradient
 
@@ -50,19 +50,19 @@ class HostForm(NamedTuple):
 
     copy: int = 0  # in 16 bits, which tables do not have
     split: int = 0  # weights in no block, whole beside their halves before there is any state
-    moved_state: int = 0  # in 8 bits, twice while that of a weight moves to memory locked for a GPU
+    moved_state: int = 0  # twice while that of a weight moves to memory locked for a GPU
     whole_state: int = 0  # that of embeddings, beyond 8 bits
     in_backward: int = 0  # a gradient that waits there for its update
 
 
 def form_on_host(arguments: Mapping[str, Any]) -> HostForm:
-    low, is_8bit = arguments["low_precision_weights"], _is_8bit(arguments)
+    low, kind = arguments["low_precision_weights"], _kind_of(arguments)
     rounding = getattr(low, "rounding", low)
-    is_whole = is_8bit and "*" not in getattr(arguments["optimizer"], "force_8bit", ())
+    is_whole = kind == "8bit" and "*" not in getattr(arguments["optimizer"], "force_8bit", ())
     return HostForm(
         copy=2 * (rounding == "master"),
         split=4 * (rounding == "split"),
-        moved_state=2 * is_8bit,
+        moved_state=_STATE_BYTES.get(kind, 0),
         whole_state=6 * is_whole,
         in_backward=(4 if low is None else 2) * bool(arguments["optimizer_in_backward"]),
     )
@@ -101,6 +101,12 @@ def num_elements(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
 
 
-def _is_8bit(arguments: Mapping[str, Any]) -> bool:
+# What the device updates in tiles, by what is in the name of the optimizer. Of Muon, what matrices
+# need less than two moments is more than what moves.
+_STATE_BYTES = {"8bit": 2, "bf16_state": 4, ":": 8}
+
+
+def _kind_of(arguments: Mapping[str, Any]) -> str:
     optimizer = arguments.get("optimizer")
-    return "8bit" in str(getattr(optimizer, "optimizer", optimizer))
+    name = str(getattr(optimizer, "optimizer", optimizer))
+    return next((kind for kind in _STATE_BYTES if kind in name), "")

@@ -328,7 +328,9 @@ class HostUpdates(StepOwner):
             steps.append(functools.partial(plain_step, double, plain))
         if self._tiles is None:
             return steps
-        step_on_device = functools.partial(self._tiles.step, double, on_device)
+        # With settings of the device, for which no fused kernels are chosen.
+        of_device = _double(optimizer, {u.param: u.stand_in for u in on_device}, double.state)
+        step_on_device = functools.partial(self._tiles.step, of_device, on_device)
         return [step_on_device, *steps, self._tiles.synchronize]
 
 

@@ -131,9 +131,11 @@ class Offloading(Technique[nn.Module]):
     Note:
         Exactness is *bitwise*: the same optimizer computes the same on the host. On CUDA, its
         kernels for the host round in another way than those for a GPU; torch's Adam, AdamW, SGD and
-        Adagrad use their fused ones unless ``foreach`` or ``fused`` was chosen. Each parameter may
-        be used in the forward and backward passes of its module only, and a backward pass must not
-        be repeated. More limits are in docs/offloading.md.
+        Adagrad use their fused ones unless ``foreach`` or ``fused`` was chosen. But the device
+        updates 8-bit state, matrices of Muon and what `NamedOptimizer` makes if it is known to be
+        elementwise, bit for bit. Each parameter may be used in the forward and backward passes of
+        its module only, and a backward pass must not be repeated. More limits are in
+        docs/offloading.md.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
