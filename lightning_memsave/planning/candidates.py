@@ -1,6 +1,7 @@
 """Single settings of `MemSaveCallback` that may lower the peak of a step."""
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from lightning_memsave.explain.dominant_parts import dominant_embedding
 from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
-from lightning_memsave.techniques.registry import Entry, entries
+from lightning_memsave.techniques.registry import Entry, entries, techniques
 
 MICRO_BATCH, OFFLOAD = "micro_batch_size", "offload"
 _SMALL_KERNELS = "smaller kernels, slower the smaller they are"
@@ -168,3 +169,13 @@ _WITH_CONDITIONS: Mapping[str, Callable[[CurrentSettings, Entry], list[Candidate
     "low_precision_weights": _low_precision_weights,
     OFFLOAD: _offload,
 }
+
+
+def not_installed(options: Collection[Candidate]) -> Iterator[str]:
+    """Say which open settings cannot be planned without their package."""
+    open_arguments = {one.argument for one in options}
+    for technique in techniques():
+        for package in technique.requires if technique.argument in open_arguments else ():
+            if importlib.util.find_spec(package) is None:
+                what = f"`{technique.argument}=` is not planned: {package} is not installed"
+                yield f"{what}. Run `pip install {package}`."

@@ -1,16 +1,15 @@
 """Find the fastest plan that fits a budget."""
 
 import functools
-import importlib.util
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
-from lightning_memsave.planning.candidates import MICRO_BATCH, Candidate, advised_against
+from lightning_memsave.planning.candidates import MICRO_BATCH, advised_against, not_installed
 from lightning_memsave.planning.constants import (
     CLOSE,
     EQUALLY_FAST,
@@ -35,7 +34,7 @@ from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
-from lightning_memsave.techniques.registry import Entry, techniques
+from lightning_memsave.techniques.registry import Entry
 from lightning_memsave.units import MIB, format_bytes
 
 _OUT_OF_TIME = (
@@ -86,7 +85,6 @@ class PlanSearch:
                 self._add(variant)
         limit_s = self._slower_s(room)
         if limit_s is not None and limit_s < math.inf:
-            self._variants.slowest_s = limit_s
             self._look_on_host(room, limit_s)
         best = self._fastest_that_fits(room)
         if best is None and self.is_out_of_time:
@@ -109,6 +107,8 @@ class PlanSearch:
             # Before a refusal, what needs the least is verified: estimates may be too high.
             wanted = self._wanted(room)
             if wanted is None and any(self._look_on_host(room, in_parts=p) for p in (False, True)):
+                continue
+            if wanted is not None and self._has_smaller_on_host(wanted, room):
                 continue
             wanted = wanted or min(self._unsure(room), key=self._bytes)
             if wanted in self._verified:
@@ -235,10 +235,15 @@ class PlanSearch:
 
     # Only where nothing else fits or is as fast: it takes long to record.
     def _look_on_host(
-        self, room: int, limit_s: float = math.inf, *, in_parts: bool = False
+        self,
+        room: int,
+        limit_s: float = math.inf,
+        *,
+        in_parts: bool = False,
+        is_small: bool = False,
     ) -> bool:
-        is_new = False
-        for variant in self._variants.on_host(in_parts=in_parts):
+        is_new, self._variants.slowest_s = False, limit_s
+        for variant in self._variants.on_host(in_parts=in_parts, is_small=is_small):
             is_new = is_new or variant not in self._by_variant
             self._add(variant)
             candidates = self._by_variant[variant]
@@ -250,6 +255,11 @@ class PlanSearch:
             if variant.moves_weights and (is_first or is_as_fast or quickest_s >= limit_s):
                 break
         return is_new
+
+    # The host takes long for whole state, while state in 8 bits passes the device.
+    def _has_smaller_on_host(self, wanted: Estimate, room: int) -> bool:
+        limit_s = self._slower_s(room) if wanted.variant.moves_weights else None
+        return limit_s is not None and self._look_on_host(room, limit_s, is_small=True)
 
     def _add(self, variant: Variant) -> None:
         if variant in self._by_variant:
@@ -486,13 +496,3 @@ class PlanSearch:
         what, why = min(failures.items(), key=lambda item: len(item[0]))
         others = f", and {len(failures) - 1} other combinations" if len(failures) > 1 else ""
         return f"{lack} Not tried, as the model raised an error with it: `{what}` ({why}){others}."
-
-
-def not_installed(options: Collection[Candidate]) -> Iterator[str]:
-    """Say which open settings cannot be planned without their package."""
-    open_arguments = {one.argument for one in options}
-    for technique in techniques():
-        for package in technique.requires if technique.argument in open_arguments else ():
-            if importlib.util.find_spec(package) is None:
-                what = f"`{technique.argument}=` is not planned: {package} is not installed"
-                yield f"{what}. Run `pip install {package}`."

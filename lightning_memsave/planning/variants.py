@@ -133,10 +133,6 @@ class Variants:
         )
 
     @property
-    def _num_samples(self) -> int:
-        return self.what_if.num_samples or 0
-
-    @property
     def left_s(self) -> float:
         return self._limit_s - self.seconds_so_far
 
@@ -209,16 +205,15 @@ class Variants:
         found = [self._record(chosen, beside) for beside in parts]
         return [variant for variant in found if variant is not None]
 
-    def on_host(self, *, in_parts: bool) -> Iterator[Variant]:
+    def on_host(self, *, in_parts: bool, is_small: bool = False) -> Iterator[Variant]:
         """Record variants with something in host memory, beside everything that helps."""
-        is_trained_there = self.what_if.step.device == "cpu"
-        if OFFLOAD not in self._open or (is_trained_there and not self._offload):
+        if OFFLOAD not in self._open or (self.what_if.step.device == "cpu" and not self._offload):
             return
         chosen = self._helpful()
         tried: set[str] = set()  # forms may become smaller meanwhile
         kinds = [self._offload] if self._offload else self._kinds_on_host(chosen)
         while True:
-            forms = [self._form(kind, chosen) for kind in kinds]
+            forms = [self._form(kind, chosen, is_small=is_small) for kind in kinds]
             ways = [way for way in forms if way is not None]
             if in_parts:
                 ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
@@ -374,24 +369,28 @@ class Variants:
         return name in self._open or given == value
 
     def _micro_batches(self) -> list[dict[str, Any]]:
-        number = self._num_samples
+        number = self.what_if.num_samples or 0
         if MICRO_BATCH not in self._open or not self.exactness.allows(Exactness.ROUNDING):
             return []
         sizes = dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length()))
         return [{MICRO_BATCH: size} for size in sizes]
 
-    # The fastest for which the host has enough memory.
-    def _form(self, kind: Any, chosen: Sequence[Candidate]) -> dict[str, Any] | None:
+    # The first for which the host has enough memory, or the last one.
+    def _form(
+        self, kind: Any, chosen: Sequence[Candidate], *, is_small: bool = False
+    ) -> dict[str, Any] | None:
         forms = list(self._forms(kind, chosen))
         if self.is_smallest:
             return forms[-1]
-        for form in forms:
-            changes = changes_of(chosen, form)
-            needed = self._weights_on_host(changes) + self._excess.get(form_of(changes), 0)
-            if needed <= self.host_budget_bytes:
+        for form in forms[-1:] if is_small else forms:
+            if self._needed_by(form, chosen) <= self.host_budget_bytes:
                 return form
             self.is_host_short = True
         return None
+
+    def _needed_by(self, form: Mapping[str, Any], chosen: Sequence[Candidate]) -> int:
+        changes = changes_of(chosen, form)
+        return self._weights_on_host(changes) + self._excess.get(form_of(changes), 0)
 
     def _forms(self, kind: Any, chosen: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
         if what_of({OFFLOAD: kind}) == ACTIVATIONS:
@@ -410,19 +409,20 @@ class Variants:
         yield from forms_on_host(form, may_set)
 
     def why_form(self, variant: Variant) -> str:
-        """Say why a variant keeps things on the host in another form than the fastest."""
-        chosen, kind = self._helpful(), variant.beside.get(OFFLOAD)
-        faster = ""
+        """Say for which other form of things on the host there is not enough memory."""
+        chosen, kind, short = self._helpful(), variant.beside.get(OFFLOAD), ""
         for form in [] if kind is None else self._forms(kind, chosen):
             if form.items() <= variant.beside.items():
-                return faster
-            needed = self._weights_on_host(changes_of(chosen, form))
+                return short
+            needed = self._needed_by(form, chosen)
             own = {n: v for n, v in variant.beside.items() if n not in (MICRO_BATCH, OFFLOAD)}
             names = ", ".join(f"{n}={v!r}" for n, v in own.items() if v != form.get(n))
-            faster = (
-                f"{names}: without, weights and what belongs to them need {format_bytes(needed)} "
-                f"on the host, and `host_budget` is {format_bytes(int(self.host_budget_bytes))}"
-            )
+            if needed > self.host_budget_bytes:
+                short = (
+                    f"{names}: without, weights and what belongs to them need "
+                    f"{format_bytes(needed)} on the host, and `host_budget` is "
+                    f"{format_bytes(int(self.host_budget_bytes))}"
+                )
         return ""
 
     def _weights_on_host(self, changes: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ from lightning_memsave import Exactness, InfeasiblePlanError, predict_memory
 from lightning_memsave.api import make_what_if
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.planning.constants import EQUALLY_FAST
+from lightning_memsave.planning.plan import Plan
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.variant import Estimate
 from lightning_memsave.planning.variants import Variants
@@ -50,11 +51,16 @@ def tokens(num_samples: int) -> dict[str, torch.Tensor]:
 
 
 def variants_of(
-    open_arguments=OPEN, exactness=Exactness.ROUNDING, num_samples=16, device="cuda", **settings
+    open_arguments=OPEN,
+    exactness=Exactness.ROUNDING,
+    num_samples=16,
+    device="cuda",
+    rates=RATES,
+    **settings,
 ):
     off = dict.fromkeys({*OPEN, "micro_batch_size"} - {*open_arguments})
     what_if = make_what_if(model(), tokens(num_samples), settings=off | settings, device=device)
-    return Variants(what_if, open_arguments, exactness, RATES)
+    return Variants(what_if, open_arguments, exactness, rates)
 
 
 @functools.cache
@@ -163,6 +169,19 @@ def test_is_faster_than_plans_without_or_fits_where_none_does():
             continue
         assert found.time_ratio <= without.time_ratio * (1 + EQUALLY_FAST)
     assert wanted > 1
+
+
+def test_state_in_8_bits_is_on_a_host_that_takes_long_for_whole_state():
+    rates = replace(RATES, host_memory_bytes=RATES.host_memory_bytes / 100)
+
+    def find(*names: str) -> Plan:
+        found = variants_of((*OPEN, *names), Exactness.APPROXIMATE, 1, rates=rates)
+        return PlanSearch(found).find(572 * MIB).plan
+
+    whole, small = find(), find("optimizer")
+    assert {whole.settings["offload"], small.settings["offload"]} == {"parameters+activations"}
+    assert small.settings["optimizer"] == "8bit"
+    assert small.time_ratio < 0.5 * whole.time_ratio
 
 
 def test_is_not_looked_at_where_the_rest_is_as_fast():
