@@ -191,7 +191,7 @@ def choices(number: int, kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:
     # another in the order of what they save.
     for first, second in itertools.pairwise((*kinds, KEEP)):
         step = 1 if second == KEEP else max(1, number // MOST_NESTED)
-        for num_first in range(0, number + 1, step):
+        for num_first in sorted({*range(0, number, step), number}):
             for num_second in range(1 if second == KEEP else number - num_first + 1):
                 rest = number - num_first - num_second
                 yield (first,) * num_first + (second,) * num_second + (KEEP,) * rest

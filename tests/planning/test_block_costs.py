@@ -4,7 +4,7 @@ import pytest
 
 from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
-from lightning_memsave.planning.recorded_blocks import can_be_cut, cut, runs_of, value_of
+from lightning_memsave.planning.recorded_blocks import can_be_cut, choices, cut, runs_of, value_of
 from lightning_memsave.planning.step_time import step_seconds
 from lightning_memsave.prediction.predict import predict
 from tests.planning.plans import RATES, planned, what_if_of
@@ -60,6 +60,12 @@ def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, e
         # A pass of few blocks ends with what another one waits for.
         assert by_phase == pytest.approx(times, rel=0.02 if strategy == "fsdp2" else 0.01), kinds
         assert sum(by_phase.values()) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("number", [1, 12, 48, 53])
+def test_all_blocks_may_be_recomputed_in_one_way(number):
+    ways = [*choices(number, ("nested", "full", "selective"))]
+    assert {(kind,) * number for kind in RECORDED} <= {*ways}
 
 
 def test_runs_are_blocks_of_equal_shapes_that_follow_each_other():
