@@ -148,15 +148,7 @@ def pass_two(check: LossCheck) -> None:
                 check.compute_loss(samples.both)
         return Proof()
 
-    # Joining the halves of weights takes memory of the host for a moment, which is not its peak.
-    if not any(map(_is_split, check.module.parameters())):
-        _with_state_kept(check, find)
-
-
-def _is_split(param: nn.Parameter) -> bool:
-    residence: Any = residence_with(param)
-    part = None if residence is None else residence.part_of(param)
-    return part is not None and part.is_split(param)
+    _with_state_kept(check, find)
 
 
 def _prove_with(check: LossCheck, whole: Whole) -> Proof:
