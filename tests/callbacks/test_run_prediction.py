@@ -127,19 +127,6 @@ class TestPredictedEqualsMeasured:
         fit(make_lit(model="dropout"), MemSaveCallback(optimizer=None), **settings)
         assert_peak()
 
-    @pytest.mark.parametrize("size", ["auto", 1])
-    def test_the_proof_of_a_loss(self, size):
-        """It passes two samples in float32, which blocks on the host need less than."""
-
-        def loss_of(model: Any, x: Tensor) -> Tensor:
-            return model(x.unsqueeze(1).repeat(1, 64, 1)).mean(1).square().mean()
-
-        blocks = [nn.TransformerEncoderLayer(WIDTH, 2, 8 * WIDTH, batch_first=True) for _ in "123"]
-        lit = make_lit(model=WithLoss(nn.Sequential(*blocks), loss_of))
-        lit.batch_size = 2
-        fit(lit, MemSaveCallback(preset="offload", micro_batch_size=size))
-        assert_peak()
-
     @pytest.mark.parametrize("window", [2, 3])
     def test_gradients_of_a_window_beside_updates_in_backward(self, window):
         """All are there in the batches between, and in the last one they go one by one."""

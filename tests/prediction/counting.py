@@ -18,7 +18,7 @@ from lightning_memsave import (
     MemSaveCallback,
 )
 from lightning_memsave.api import predict_memory
-from lightning_memsave.callbacks.settings import micro_batch_size
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.measure.live_tensors import LiveTensors
@@ -95,9 +95,9 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
     num_batches = 2 * settings.get("accumulate_grad_batches", 1)
     proven = Proof((Weighting("weighted equally", lambda part: 1.0),), is_settled=True)
     with quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
-        # Here of the training steps alone, without the proof before the first one.
+        # A prediction is of the training steps, without the proof before the first one.
         patch = until_end.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(micro_batch_size.MicroBatchSetting, "prove", lambda *_: proven)
+        patch.setattr(MicroBatchSetting, "prove", lambda *_: proven)
         counter = _Counter(until_end)
         off: dict[str, Any] = {"preset": "off", "report": False, "predict": False}
         callbacks = MemSaveCallback(**off | dict(settings)), counter
@@ -109,12 +109,10 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
 
 
 def predict(architecture: Architecture, settings: Mapping[str, Any]) -> MemoryPrediction:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_batch_size, "pass_two", lambda _: None)
-        return predict_memory(
-            architecture.make,
-            architecture.batch,
-            settings=settings,
-            device="cpu",
-            trainer_arguments=dict(architecture.trainer_arguments),
-        )
+    return predict_memory(
+        architecture.make,
+        architecture.batch,
+        settings=settings,
+        device="cpu",
+        trainer_arguments=dict(architecture.trainer_arguments),
+    )

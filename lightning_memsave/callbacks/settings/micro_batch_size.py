@@ -3,7 +3,6 @@
 import functools
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Literal, Protocol
 
@@ -40,7 +39,7 @@ from lightning_memsave.core.out_of_memory import find_out_of_memory
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
-from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, pass_two, prove
+from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.techniques.micro_batching.runner import (
     MicroBatchRunner,
@@ -337,7 +336,6 @@ class MicroBatchSetting(Setting):
         if any(map(is_fake, tensors)):  # for a prediction
             equal = Weighting("weighted equally", lambda part: 1.0)
             runner.use([equal], find_shared_leaves(parts.batch)[0])
-            pass_two(self._check_of(trainer, parts, None))
             return
         proof = self.prove(trainer, parts, None)
         if proof.reason and not self.is_auto:
@@ -393,25 +391,23 @@ class MicroBatchSetting(Setting):
         # no prediction could know where what comes next would lie.
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.current_blas_handle()
+        is_planned = self.splits is Splits.AS_PLANNED and self.size is not None
         room = None
         if self.peak_bytes is not None:
             peak = PeakMemory(pl_module, trainer.optimizers, trainer.strategy.root_device)
             room = PlannedRoom(peak, self.peak_bytes)
-        check = replace(self._check_of(trainer, parts, known), room=room)
-        with unnoticed(trainer):
-            proof = prove(check, functools.partial(all_reduce_min, trainer))
-        torch.cuda.empty_cache()
-        return proof
-
-    def _check_of(self, trainer: Any, parts: BatchParts, known: Proof | None) -> LossCheck:
-        is_planned = self.splits is Splits.AS_PLANNED and self.size is not None
-        return LossCheck(
-            *(parts.compute_loss, parts.batch, trainer.lightning_module),
+        check = LossCheck(
+            *(parts.compute_loss, parts.batch, pl_module),
             loss_weight=self.technique.loss_weight,
             split_batch=self.technique.split_batch,
             known=known,
             needs_split=not self.is_auto or is_planned,
+            room=room,
         )
+        with unnoticed(trainer):
+            proof = prove(check, functools.partial(all_reduce_min, trainer))
+        torch.cuda.empty_cache()
+        return proof
 
     def _weighted(self) -> str:
         return self.proof.weightings[0].text if self.proof.weightings else ""

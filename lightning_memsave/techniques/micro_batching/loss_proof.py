@@ -13,12 +13,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import (
     Path,
     count_samples,
     find_shared_leaves,
-    leaves_of,
     pick_samples,
     split_samples,
 )
@@ -138,19 +136,6 @@ def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -
     return replace(proof, is_settled=is_settled, seconds=time.perf_counter() - start_s)
 
 
-def pass_two(check: LossCheck) -> None:
-    """Pass two samples as a proof does, for its memory: of fake tensors nothing can be proven."""
-
-    def find(state: ModuleState) -> Proof:
-        samples = _halves(check, Proof(whole=find_shared_leaves(check.batch)[0]), 2)
-        if samples is not None:
-            with torch.no_grad(), LossProbe(state, is_sharp=False):
-                check.compute_loss(samples.both)
-        return Proof()
-
-    _with_state_kept(check, find)
-
-
 def _prove_with(check: LossCheck, whole: Whole) -> Proof:
     def find(state: ModuleState) -> Proof:
         samples = _two_samples(check, whole)
@@ -202,11 +187,9 @@ def _two_samples(check: LossCheck, whole: Whole) -> _Samples | None:
     limit = _NUM_LOOKED_AT if check.known is None else _NUM_LOOKED_AT_AGAIN
     first = pick_samples(batch, range(min(count_samples(batch, whole), limit)), whole)
     singles = split_samples(first, 1, whole)
-    i, j = 0, 1
-    if not any(is_fake(leaf) for _, leaf in leaves_of(first)):
-        rows = read_weights(check.weightings(first, whole, None), singles)
-        pairs = itertools.combinations(range(len(singles)), 2)
-        i, j = max(pairs, key=lambda pair: _difference(rows, *pair))
+    rows = read_weights(check.weightings(first, whole, None), singles)
+    pairs = itertools.combinations(range(len(singles)), 2)
+    i, j = max(pairs, key=lambda pair: _difference(rows, *pair))
     return _Samples(*(pick_samples(batch, chosen, whole) for chosen in ([i, j], [i], [j])))
 
 
