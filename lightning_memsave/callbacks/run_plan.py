@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.callbacks.settings.arguments import make_settings
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import Arguments
 from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.errors import IncompatibleError, InfeasiblePlanError, MemsaveError, Problem
@@ -169,6 +170,8 @@ def _conflicting(trainer: Any, pl_module: Any, arguments: Arguments) -> dict[str
             continue
         plan = values_of("single_gpu") | {entry.argument: values[0]}
         settings = make_settings("MemSaveCallback", {**arguments, "exactness": _ANY}, plan)
+        # Overrides that may do what updates in backward do not stand are not for a plan to judge.
+        settings.find(OptimizerInBackwardSetting).is_asked = False
         if problems := settings.conflicts_of(entry.argument, trainer, pl_module):
             found[entry.argument] = problems[0].why
     return found

@@ -82,9 +82,11 @@ class BlockCosts:
                 step.share_updates(size_on_host / num_updated, num_outside / num_updated)
             for name, place in places.items():
                 self._costs.setdefault((*place, kinds[name]), step.costs[name])
-        # Where all blocks of a step are of one kind, the rest of the host's memory is the same.
+        # Where all blocks of a step are of one kind, the rest of the host's memory is the same. In
+        # other steps nothing of blocks is on the host, but gradients may wait for their norm there.
         on_host = [(next(iter(kinds.values())), p.peak.host_bytes) for kinds, p in recorded]
-        least_bytes = min(num_bytes for _, num_bytes in on_host)
+        on_host = on_host if by_place else []
+        least_bytes = min((num_bytes for _, num_bytes in on_host), default=0)
         # What the last one saves stays on the device, as backward needs it at once.
         num_leave = max(1, len(step.costs) - has_resident - 1)
         self._host_bytes = {k: (n - least_bytes) // num_leave for k, n in on_host}

@@ -51,7 +51,6 @@ from lightning_memsave.prediction.recording import Recording
 from lightning_memsave.prediction.resident_blocks import fill, is_open
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.simulate import (
-    MAX_ACCUMULATED,
     SimulationSettings,
     simulate_steps,
 )
@@ -117,8 +116,6 @@ def summarise(
     )
 
 
-MAX_MICRO_BATCHES = 2
-"""From the second one on, gradients of the previous micro-batch exist."""
 _SCRATCH = (
     "Not counted: temporary buffers inside kernels, such as those of convolutions, recurrent "
     "layers and bfloat16."
@@ -253,9 +250,9 @@ def _predict(
     accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
     callback = step.make_callback(**copy.deepcopy(arguments))
     num_samples, num_tokens = _counts(batch)
-    batch, rest_bytes, share = _first_micro_batches(batch, arguments)
-    num_accumulated = arguments["accumulate_grad_batches"] or accumulated
-    # At most two batches are simulated; the user's number is shown.
+    most = _most_simulated(arguments)
+    batch, rest_bytes, share = _first_micro_batches(batch, arguments, most)
+    num_accumulated = min(arguments["accumulate_grad_batches"] or accumulated, most)
     given = step.arguments["accumulate_grad_batches"]
     num_passed = given or accumulated
     emulation = functools.partial(
@@ -281,7 +278,7 @@ def _predict(
     paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
     with paged.looking():
         recording = simulate_steps(pl_module, batch, [callback], settings)
-    factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
+    factor = num_passed / num_accumulated / share
     recording.work = replace(
         recording.work.for_batches(factor),
         num_samples=num_samples * num_passed,
@@ -371,7 +368,8 @@ def simulated_arguments(
             "small parameters never."
         )
     if arguments["accumulate_grad_batches"] is not None:
-        arguments["accumulate_grad_batches"] = min(arguments["accumulate_grad_batches"], 2)
+        most = min(arguments["accumulate_grad_batches"], _most_simulated(arguments))
+        arguments["accumulate_grad_batches"] = most
     trainer_arguments = dict(step.trainer_settings)
     precision = step.effective_settings["precision"] or trainer_arguments.get("precision")
     if step.device == "cuda" and precision in ("16-mixed", 16, "16"):
@@ -382,15 +380,23 @@ def simulated_arguments(
     return arguments, trainer_arguments, assumptions
 
 
+# Batches, or micro-batches, of a step. From the second one on, gradients exist. In the last one
+# updates in backward free them one by one; in those before it all are there.
+def _most_simulated(arguments: Mapping[str, Any]) -> int:
+    return 3 if with_preset(arguments)["optimizer_in_backward"] else 2
+
+
 # Also the bytes of the others, and the share of the samples.
-def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any, int, float]:
+def _first_micro_batches(
+    batch: Any, arguments: Mapping[str, Any], most: int
+) -> tuple[Any, int, float]:
     given = arguments["micro_batch_size"]
     size = size_of_batches(given)
     # With the user's own split function, the batch may not be made of samples.
     if not isinstance(size, int) or getattr(given, "split_batch", None) is not None:
         return batch, 0, 1.0
     shared = find_shared_leaves(batch)[0]
-    num_first, num_samples = MAX_MICRO_BATCHES * size, count_samples(batch, shared)
+    num_first, num_samples = most * size, count_samples(batch, shared)
     if num_samples <= num_first:
         return batch, 0, 1.0
     first = split_samples(batch, num_first, shared)[0]

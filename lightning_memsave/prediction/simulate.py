@@ -28,8 +28,6 @@ NUM_STEPS = 2
 """The first step creates the optimizer state; the second is like all later ones."""
 MAX_STEPS = 3
 """One more tries how many gradients that wait for their total norm may stay on the device."""
-MAX_ACCUMULATED = 2
-"""From the second batch of an accumulation window on, gradients exist."""
 
 # Called before the first batch: a running Trainer has called them already.
 _SETUP_HOOKS = ("prepare_data", "setup", "configure_model")
@@ -61,7 +59,7 @@ def simulate_steps(
     Note:
         Call it inside `fake_tensors`. Exceptions of the module's own code propagate.
     """
-    accumulated = min(settings.accumulate_grad_batches, MAX_ACCUMULATED)
+    accumulated = settings.accumulate_grad_batches
     # `configure_callbacks` too: the module's own callbacks may write files.
     skipped = [*_END_HOOKS, "configure_callbacks"]
     skipped += _SETUP_HOOKS if settings.is_running else ()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import TensorWeakRef
 
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.trainer.trainer import PACKAGES, package_of
@@ -79,7 +80,8 @@ def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
 class GradientVersions:
     """Identities and versions of gradients, to detect changes without copying.
 
-    In-place accumulation bumps the version counter; otherwise ``.grad`` is replaced.
+    In-place accumulation bumps the version counter; otherwise ``.grad`` is replaced. Gradients are
+    not held: updates in backward free them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -87,14 +89,17 @@ class GradientVersions:
         self.renew()
 
     def renew(self) -> None:
-        self._marks = [(p, grad := p.grad, _version(grad)) for p in self._parameters]
+        grads = ((param, param.grad) for param in self._parameters)
+        self._marks = [(p, None if g is None else (TensorWeakRef(g), g._version)) for p, g in grads]
 
     def have_changed(self) -> bool:
-        return any(p.grad is not grad or _version(grad) != seen for p, grad, seen in self._marks)
+        return any(_differs(param.grad, seen) for param, seen in self._marks)
 
 
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad._version
+def _differs(grad: Tensor | None, seen: tuple[TensorWeakRef, int] | None) -> bool:
+    if grad is None or seen is None:
+        return grad is not None or seen is not None
+    return seen[0]() is not grad or seen[1] != grad._version
 
 
 class FreedGradients:

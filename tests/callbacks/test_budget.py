@@ -27,7 +27,7 @@ from lightning_memsave.errors import (
 from lightning_memsave.planning.step_time import Rates
 from lightning_memsave.units import MIB
 from tests.callbacks.lit import callback_with, fit, make_lit, make_trainer, peak_of, rows_of
-from tests.helpers import snapshot
+from tests.helpers import assert_same, snapshot
 from tests.out_of_memory import MESSAGE
 
 # Predictions of many plans take long.
@@ -125,6 +125,26 @@ def test_a_fit_stays_within_its_budget_and_trains_the_same(package, share, plain
     assert report["measured"]["peak_bytes"] == peak_bytes
     assert not found["frontier"][0]["fits"]
     assert len(found["frontier"]) > 2
+
+
+def test_gradients_that_wait_for_their_norm_on_the_host_are_none_of_the_blocks():
+    """Of three blocks two steps are recorded, which wait for different gradients at their peak."""
+    lit = make_lit(pl, Encoder(3))
+    losses, state, _ = fit(lit, callback := bitwise("2.5MiB"), gradient_clip_val=0.1)
+    expected = fit(lit, gradient_clip_val=0.1)
+    assert losses == expected[0]
+    assert_same(state, expected[1])
+    assert callback.plan.plan.settings["optimizer_in_backward"]
+
+
+def test_updates_in_backward_are_not_planned_where_gradients_may_change_after_it():
+    def backward(self: Any, loss: Tensor) -> None:
+        loss.backward()
+        for param in self.parameters():
+            param.grad *= 0.5
+
+    with pytest.raises(InfeasiblePlanError, match=r"Not planned: .*`Lit\.backward`.* change grad"):
+        fit(make_lit(pl, Encoder(3), backward=backward), bitwise("2.5MiB"))
 
 
 def test_what_cannot_fit_ends_before_training_and_changes_nothing():

@@ -127,6 +127,19 @@ class TestPredictedEqualsMeasured:
         fit(make_lit(model="dropout"), MemSaveCallback(optimizer=None), **settings)
         assert_peak()
 
+    @pytest.mark.parametrize("window", [2, 3])
+    def test_gradients_of_a_window_beside_updates_in_backward(self, window):
+        """All are there in the batches between, and in the last one they go one by one."""
+
+        def loss_of(model: Any, x: Tensor) -> Tensor:
+            return model[-1](model[:-1](x.unsqueeze(1).repeat(1, 64, 1)).mean(1)).square().mean()
+
+        blocks = [nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True) for _ in range(3)]
+        lit = make_lit(model=WithLoss(nn.Sequential(*blocks, nn.Linear(WIDTH, 512)), loss_of))
+        settings = {"max_epochs": 3, "max_steps": 6, "log_every_n_steps": 1}
+        fit(lit, MemSaveCallback(preset="bitwise"), accumulate_grad_batches=window, **settings)
+        assert_peak()
+
     @pytest.mark.parametrize("window", [1, 2])
     def test_gradients_wait_on_the_device_where_that_does_not_raise_the_peak(self, window):
         peaks, hosts, weights = [], [], []

@@ -300,6 +300,25 @@ def test_late_use_is_an_error_and_no_wrong_result(deferring):
         ce(flat(logits), TOKENS.view(-1))
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("loss_of", [lambda z: ce(flat(z), TOKENS.view(-1)), Tensor.logsumexp])
+def test_who_is_trained_is_known_when_the_head_runs(model, deferring, loss_of, is_trained):
+    """Not when logits are used: `toggle_optimizer` freezes the parts of a GAN in turn."""
+    dims = () if loss_of is not Tensor.logsumexp else ((0, 1, 2),)
+    for m in (deferring, model):
+        m.head.requires_grad_(is_trained)
+        logits = m()
+        m.head.requires_grad_(not is_trained)
+        loss = loss_of(logits, *dims)
+        assert m.head.weight.requires_grad is not is_trained
+        m.head.requires_grad_(True)
+        loss.backward()
+    found = [p.grad is not None for p in deferring.parameters()]
+    assert found == [p.grad is not None for p in model.parameters()] == [True, *[is_trained] * 2]
+    for ours, theirs in zip(deferring.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 def test_use_in_another_mode_than_the_head(model, deferring):
     with torch.autocast("cpu", torch.bfloat16):
         mine, theirs = deferring(), model()

@@ -536,6 +536,15 @@ def test_autograd_grad_beside_tiles(models):
         torch.autograd.grad(ours(batch(0)), [ours.head.weight])
 
 
+def test_a_head_that_is_frozen_since_forward_keeps_its_gradient(models):
+    for model in models:
+        model(batch(0)).backward()
+        loss = model(batch(1))
+        model.head.weight.requires_grad_(False)
+        loss.backward()
+    assert_same_gradients(*models)
+
+
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_later_hook_of_a_head_is_refused(models, name):
     """It would get no gradient, or that of the look-ups alone."""

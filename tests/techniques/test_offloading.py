@@ -25,7 +25,15 @@ from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.residences import leave_device
 from tests.cases import make_batch, make_model
-from tests.helpers import InAutocast, adamw, assert_same, clones, gradients_of, in_pairs
+from tests.helpers import (
+    InAutocast,
+    adamw,
+    assert_same,
+    clones,
+    gradients_of,
+    in_pairs,
+    seed_torch,
+)
 from tests.techniques.offloaded_loops import (
     LOOPS,
     OPTIMIZERS,
@@ -254,6 +262,28 @@ def hold(offloaded: Offloaded) -> threading.Event:
     return gate
 
 
+class NoGradient(torch.autograd.Function):
+    """Passes none to its second input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale, self.has_gradient = nn.Parameter(torch.ones(8)), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * self.scale if self.has_gradient else NoGradient.apply(x, self.scale)
+
+
 class TestBitwise:
     @pytest.mark.parametrize(
         ("what", "name", "loop", "kind"),
@@ -274,6 +304,33 @@ class TestBitwise:
         theirs = trained_without("classifier", loop, kind)
         assert_same(trained(made.model, made.optimizer, loop), theirs)
         made.close()
+
+    @pytest.mark.parametrize("is_frozen", [False, True])
+    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
+    def test_a_pass_without_a_gradient_leaves_the_one_from_before(self, what, is_frozen):
+        """Autograd calls the hooks of a parameter all the same."""
+        runs = []
+        for is_offloaded in (False, True):
+            seed_torch(0)
+            model = nn.Sequential(*[Scaled() for _ in range(3)])
+            optimizer = adamw(model)
+            if is_offloaded:
+                technique = Offloading(what)
+                handle = technique.apply(model)
+                technique.update_in_background(optimizer)
+            for number in range(4):
+                for block in model:
+                    block.has_gradient = is_frozen or number != 1
+                loss = model(torch.full((2, 8), 0.1 + number)).square().mean()
+                model[1].scale.requires_grad_(number != 1 or not is_frozen)
+                loss.backward()
+                model[1].scale.requires_grad_(True)
+                if number != 0:  # after the pass from before
+                    optimizer.step()
+                    optimizer.zero_grad()
+            runs.append(clones(model.state_dict()))
+        assert_same(*runs)
+        handle.undo()
 
     def test_steps_that_run_several_passes(self):
         """LBFGS calls its closure up to twice in a step."""

@@ -89,7 +89,7 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
         # What may end the run in a later step is not for a preset to choose.
         whys = {
             "optimizer_step": "may leave out a step, whose backward pass has updated parameters",
-            "backward": "may run several backward passes in a step, and only the last may update",
+            "backward": "may run several backward passes in a step, or change gradients after one",
         }
         for hook, why in () if self.is_asked else whys.items():
             if has_foreign(pl_module, hook):

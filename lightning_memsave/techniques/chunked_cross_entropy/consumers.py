@@ -42,7 +42,8 @@ def cross_entropy_of(
     product.check_unchanged()
     chunk_size = product.settings.chunk_size
     settings = LossSettings(reduction, ignore_index, label_smoothing, chunk_size)
-    with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
+    has_graph = part.requires_grad and torch.is_grad_enabled()
+    with torch.set_grad_enabled(has_graph), product.trained_as_deferred():
         loss = linear_cross_entropy(
             product.flat_operands(part),
             target.reshape(-1),

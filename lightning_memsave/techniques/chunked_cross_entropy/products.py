@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,6 +120,7 @@ class Product:
         self.has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
         """Whether it is part of an autograd graph."""
         self._states = [_state_of(tensor) for tensor in self.tensors()]
+        self._trained = [tensor.requires_grad for tensor in self.tensors()]
         note_product(self)
 
     def whole(self) -> "Part":
@@ -139,6 +141,19 @@ class Product:
         operands = self.operands
         found = (*operands.inputs, *operands.weights, operands.bias)
         return [tensor for tensor in found if tensor is not None]
+
+    @contextmanager
+    def trained_as_deferred(self) -> Iterator[None]:
+        """Train what was trained when it was deferred: a GAN freezes its parts in turn."""
+        pairs = zip(self.tensors(), self._trained, strict=True)
+        changed = [t for t, trained in pairs if t.is_leaf and t.requires_grad != trained]
+        for tensor in changed:
+            tensor.requires_grad_(not tensor.requires_grad)
+        try:
+            yield
+        finally:
+            for tensor in changed:
+                tensor.requires_grad_(not tensor.requires_grad)
 
     def compute(self, tensors: list[Tensor] | None = None) -> Tensor:
         self.check_unchanged()
@@ -207,7 +222,8 @@ class Part:
         if self.computed is None:
             # With the grad mode of its creation, not the current one.
             is_inference = self.product.operands.inputs[0].is_inference()
-            with torch.inference_mode(is_inference), torch.set_grad_enabled(self._had_grad):
+            modes = torch.inference_mode(is_inference), torch.set_grad_enabled(self._had_grad)
+            with modes[0], modes[1], self.product.trained_as_deferred():
                 self.computed = self.compute_from(None)
         return self.computed
 

@@ -45,6 +45,7 @@ class Gradients:
         self._positions = {id(param): index for index, param in enumerate(params)}
         self._on_host: dict[int, Tensor] = {}
         self._came: dict[int, Came] = {}  # by position; not in it: nothing
+        self._missing: set[int] = set()  # positions of those whose hooks come without a gradient
         self._nodes: list[Any] = []
 
     @property
@@ -86,9 +87,20 @@ class Gradients:
         param.grad = None
         self._note(index, Came.OLDER)
 
-    def receive(self, param: nn.Parameter, copies: Copies) -> None:
-        assert param.grad is not None, "hooks run when there is a gradient"
+    def miss(self, param: nn.Parameter) -> None:
+        """Expect the hooks of a gradient that autograd will not make."""
+        self._missing.add(self._positions[id(param)])
+
+    def is_missing(self, param: nn.Parameter) -> bool:
+        """Return, once, whether hooks come without a gradient."""
         index = self._positions[id(param)]
+        is_missing = index in self._missing
+        self._missing.discard(index)
+        return is_missing
+
+    def receive(self, param: nn.Parameter, copies: Copies) -> None:
+        index = self._positions[id(param)]
+        assert param.grad is not None, "others are missing"
         copies.begin_group(self)
         copies.to_host(self._memory_of_all()[index], param.grad, adds=index in self._came)
         param.grad = None
@@ -127,8 +139,15 @@ class Gradients:
 
 
 # Of the node that accumulates a gradient: hooks of the parameter are also called by
-# `torch.autograd.grad`, which accumulates none.
-def _put_aside(gradients: "weakref.ref[Gradients]", param: nn.Parameter, _: object) -> None:
+# `torch.autograd.grad`, which accumulates none. They are called, too, for a parameter that was
+# frozen since forward, or to which a function in the graph passes no gradient.
+def _put_aside(
+    gradients: "weakref.ref[Gradients]", param: nn.Parameter, made: tuple[Tensor | None]
+) -> None:
     own = gradients()
-    if own is not None:
+    if own is None:
+        return
+    if made[0] is None or not param.requires_grad:
+        own.miss(param)
+    else:
         own.put_aside(param)

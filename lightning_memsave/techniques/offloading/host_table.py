@@ -118,7 +118,8 @@ class HostTable:
             self._node = get_gradient_edge(self.weight).node
             self._node.register_prehook(functools.partial(_keep, weakref.ref(self)))
         try:
-            return bool(torch._C._will_engine_execute_node(self._node))
+            will_run = torch._C._will_engine_execute_node(self._node)
+            return bool(will_run) and self.weight.requires_grad  # it may be frozen since forward
         except RuntimeError as error:
             raise IncompatibleError("offloading", [_CAPTURED]) from error
 

@@ -68,9 +68,8 @@ class Residence:
         self.rest = make([p for p in params if owners[p] is None])
         self._make_part = functools.partial(make, is_streamed=num_on_device is not None)
         self._num_ahead = 1 if num_on_device is None else num_on_device - 1
-        self.parts = [self.rest]
-        for block in blocks:
-            self.parts.append(self._make_part([p for p in params if owners[p] is block]))
+        in_blocks = ([p for p in params if owners[p] is block] for block in blocks)
+        self.parts = [self.rest, *map(self._make_part, in_blocks)]
         """In the order in which a step needs them."""
         self.tables = [self._with_gradients(make, [table]) for table in tables]
         """Of embeddings, which stay on the host."""
@@ -289,10 +288,9 @@ class Residence:
 
     # Frozen parameters have no gradient to wait for, until somebody trains them.
     def _watch_trained(self) -> None:
-        for part in self.all_parts:
-            for param in part.params:
-                if param.requires_grad and id(param) not in self._watched:
-                    self._watched[id(param)] = self._watch(param)
+        for param in (param for part in self.all_parts for param in part.params):
+            if param.requires_grad and id(param) not in self._watched:
+                self._watched[id(param)] = self._watch(param)
 
     def _stop_watching(self) -> None:
         for remove in self._watched.values():
@@ -319,6 +317,8 @@ class Residence:
             if param.grad is not None:  # otherwise of a head, whose tiles still come
                 self._note_gradients()
                 any(taker.take(param, part) for taker in self.takers)
+            return
+        if part.gradients.is_missing(param):
             return
         if self.device.type == "cuda" and (param.grad is None or not param.grad.is_cuda):
             raise IncompatibleError("offloading", [self._used_on_host(param)])
