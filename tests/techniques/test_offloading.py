@@ -312,7 +312,7 @@ class TestBitwise:
         runs = []
         for is_offloaded in (False, True):
             seed_torch(0)
-            model = nn.Sequential(*[Scaled() for _ in range(3)])
+            model: Any = nn.Sequential(*[Scaled() for _ in range(3)])
             optimizer = adamw(model)
             if is_offloaded:
                 technique = Offloading(what)
