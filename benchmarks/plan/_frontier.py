@@ -18,6 +18,7 @@ from benchmarks.presets._run import MODELS as LANGUAGE_MODELS
 from lightning_memsave import plan_memory, predict_memory
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.techniques.registry import current_settings
 from lightning_memsave.units import MIB, parse_bytes
 
 MAX_SEARCH_S = 20.0
@@ -198,12 +199,16 @@ def make_text(found: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def _frontier(one: dict[str, Any]) -> str:
+def _plan_of(point: dict[str, Any]) -> Plan:
     names = {field.name for field in dataclasses.fields(Plan)}
+    known = {name: value for name, value in point.items() if name in names}
+    return Plan(**known | {"settings": current_settings(point["settings"])})
+
+
+def _frontier(one: dict[str, Any]) -> str:
     rows = [
         [
-            f"{Plan(**{n: v for n, v in point.items() if n in names}).short}"
-            f"{' *' if point == one['plan'] else ''}",
+            f"{_plan_of(point).short}{' *' if point == one['plan'] else ''}",
             f"{'' if point['is_verified'] else '~'}{point['device_bytes'] / MIB:,.0f}",
             f"{point['time_ratio']:.2f}",
             point["exactness"],
@@ -224,8 +229,7 @@ def make_host_text(found: dict[str, dict[str, Any]]) -> str:
             rows.append([*limits, "refused", "", "", one["refused"], f"{one['processor_s']:.0f}"])
             continue
         chosen = one["plan"]
-        names = {field.name for field in dataclasses.fields(Plan)}
-        plan = Plan(**{n: v for n, v in chosen.items() if n in names})
+        plan = _plan_of(chosen)
         about = "" if plan.is_verified else "~"
         rows.append(
             [
