@@ -202,6 +202,8 @@ def test_gradients_of_tables_are_there_one_at_a_time(monkeypatch):
 
     def counted(updates: Any, param: nn.Parameter, part: Part) -> bool:
         alive.add(param.grad)
+        if len(alive) > 1:  # the host's thread lets go of the last one, or it is at its work still
+            time.sleep(0.05)
         numbers.append(len(alive))
         return take(updates, param, part)
 
