@@ -91,7 +91,7 @@ class Gradients:
         """Expect the hooks of a gradient that autograd will not make."""
         self._missing.add(self._positions[id(param)])
 
-    def is_missing(self, param: nn.Parameter) -> bool:
+    def pop_missing(self, param: nn.Parameter) -> bool:
         """Return, once, whether hooks come without a gradient."""
         index = self._positions[id(param)]
         is_missing = index in self._missing
@@ -100,7 +100,7 @@ class Gradients:
 
     def receive(self, param: nn.Parameter, copies: Copies) -> None:
         index = self._positions[id(param)]
-        assert param.grad is not None, "others are missing"
+        assert param.grad is not None, "hooks without a gradient end before"
         copies.begin_group(self)
         copies.to_host(self._memory_of_all()[index], param.grad, adds=index in self._came)
         param.grad = None

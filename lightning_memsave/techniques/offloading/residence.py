@@ -318,7 +318,7 @@ class Residence:
                 self._note_gradients()
                 any(taker.take(param, part) for taker in self.takers)
             return
-        if part.gradients.is_missing(param):
+        if part.gradients.pop_missing(param):
             return
         if self.device.type == "cuda" and (param.grad is None or not param.grad.is_cuda):
             raise IncompatibleError("offloading", [self._used_on_host(param)])
