@@ -152,6 +152,9 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 STATE_KEYS = "memsave_state_keys"
 """Attribute of what ``NamedOptimizer`` gives: the keys that states of parameters have after a step;
 empty if they are not known."""
+EACH_ALONE = "memsave_each_alone"
+"""Attribute of what ``NamedOptimizer`` gives: whether it updates each parameter alone, but for
+counts in its groups; of classes that are not known, found by trying."""
 STATE_LIKE_WEIGHTS = "memsave_state_like_weights"
 """Attribute of classes of ``NamedOptimizer``: whether state has the type of the weights."""
 

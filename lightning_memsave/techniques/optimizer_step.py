@@ -32,6 +32,7 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import undo_all
+from lightning_memsave.techniques.group_settings import apply_written, note_written, settings_of
 from lightning_memsave.techniques.optimizer_kinds import (
     ELEMENTWISE,
     is_low_bit,
@@ -147,6 +148,7 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
     params = parameters_of(self)
     if any(p.grad is not None and id(p) not in done for p in params):
         _step_others(self, [p for p in params if id(p) in done])
+    apply_written(self)
     return loss
 
 
@@ -272,11 +274,7 @@ def initialize(optimizer: Any) -> None:
 
 def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     """Update some parameters with the optimizer's own code, in one step."""
-    groups: dict[int, dict[str, Any]] = {}
-    for param in params:
-        group = group_of(optimizer, param)
-        groups.setdefault(id(group), {**group, "params": []})["params"].append(param)
-    run_step(optimizer, list(groups.values()))
+    run_step(optimizer, [(group_of(optimizer, param), param) for param in params])
 
 
 def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
@@ -290,18 +288,26 @@ def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
     return _find(optimizer, param) is not None
 
 
-def run_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Run the optimizer's step for other groups than its own.
+def run_step(optimizer: Optimizer, pairs: Iterable[tuple[Mapping[str, Any], Any]]) -> None:
+    """Run the optimizer's step for some tensors, each with the settings of a group.
 
     Step hooks and the step count of schedulers belong to steps of the whole optimizer and are
-    bypassed.
+    bypassed. What it writes into groups is noted, for the end of the whole step.
     """
     initialize(optimizer)
-    own_groups, optimizer.param_groups = optimizer.param_groups, groups
+    copy_of = dict if (is_known := updates_each_alone(optimizer)) else settings_of
+    groups: dict[int, tuple[Mapping[str, Any], dict[str, Any]]] = {}
+    for group, param in pairs:
+        if id(group) not in groups:
+            groups[id(group)] = group, {**copy_of(group), "params": []}
+        groups[id(group)][1]["params"].append(param)
+    before, optimizer.param_groups = optimizer.param_groups, [own for _, own in groups.values()]
     try:
         step_without_hooks(optimizer)
     finally:
-        optimizer.param_groups = own_groups
+        optimizer.param_groups = before
+    for group, own_group in () if is_known else groups.values():
+        note_written(optimizer, group, own_group)
 
 
 def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:

@@ -92,13 +92,11 @@ def step_values(
 
 def step_together(optimizer: Optimizer, several: Sequence[Values]) -> list[dict[str, Any]]:
     """Update values in place, in one step; return the states that they have then."""
-    groups: dict[int, dict[str, Any]] = {}
-    for group, values, grad, state in several:
-        values.grad = grad
-        optimizer.state[values] = state
-        groups.setdefault(id(group), {**group, "params": []})["params"].append(values)
+    for each in several:
+        each.values.grad = each.grad
+        optimizer.state[each.values] = each.state
     try:
-        run_step(optimizer, list(groups.values()))
+        run_step(optimizer, [(each.group, each.values) for each in several])
     finally:
         after = [optimizer.state.pop(each.values) for each in several]
         for each in several:

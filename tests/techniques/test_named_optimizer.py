@@ -24,7 +24,7 @@ from lightning_memsave import (
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN
-from lightning_memsave.techniques.optimizer_kinds import OTHER_NAMES
+from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE, OTHER_NAMES
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import InAutocast, assert_same, clones
@@ -447,3 +447,62 @@ def test_settings_reach_the_optimizer(model):
 
 def test_messages_list_the_names():
     assert tuple(OWN) == OTHER_NAMES
+
+
+ALONE = {
+    "tests.own_optimizers:CountsInGroups": True,
+    "tests.own_optimizers:Preconditions": True,
+    f"{__name__}:Signs": True,
+    f"{__name__}:SignsOfLargeGradients": False,
+    "tests.own_optimizers:ClipsTogether": False,
+    "tests.own_optimizers:AdaptsRate": False,
+    "tests.own_optimizers:Dithers": False,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_finds_which_optimizers_update_each_parameter_alone(model, name):
+    before = torch.get_rng_state()
+    optimizer = named(model, name)
+    assert vars(optimizer)[EACH_ALONE] is ALONE[name]
+    assert torch.equal(torch.get_rng_state(), before)
+    problems = OptimizerInBackward().check(optimizer)
+    assert bool(problems) is not ALONE[name]
+
+
+@pytest.mark.parametrize("how", ["in backward", "rounded", "rounded in backward"])
+def test_counts_in_groups_count_steps_where_parameters_are_updated_one_by_one(model, how):
+    """And what else changes a group between updates and the end of the step is kept."""
+    found = []
+    for is_in_backward in {"in backward" in how, False}:
+        copied, technique = copy.deepcopy(model), LowPrecisionWeights("kahan")
+        if "rounded" in how:
+            technique.apply(copied)
+        optimizer = named(copied, "tests.own_optimizers:CountsInGroups")
+        if "rounded" in how:
+            technique.round_updates(optimizer)
+        if is_in_backward:
+            OptimizerInBackward().apply(optimizer)
+        whole = InAutocast(copied) if "rounded" in how else copied
+        for number in range(4):
+            torch.manual_seed(number)
+            whole(make_batch(number)).backward()
+            for group in optimizer.param_groups:
+                group["mine"] = number
+            optimizer.step()
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] /= 2
+        assert all(g["step"] == 4 and g["mine"] == 3 for g in optimizer.param_groups)
+        found.append([clones(copied.state_dict()), optimizer.state_dict()])
+    assert_same(found[0], found[-1])
+
+
+def test_settings_that_depend_on_all_parameters_are_refused_where_updates_are_one_by_one(model):
+    technique = LowPrecisionWeights("kahan")
+    technique.apply(model)
+    optimizer = named(model, "tests.own_optimizers:AdaptsRate")
+    technique.round_updates(optimizer)
+    InAutocast(model)(make_batch(0)).backward()
+    with pytest.raises(IncompatibleError, match="`sum` in its groups"):
+        optimizer.step()

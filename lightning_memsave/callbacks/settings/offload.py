@@ -208,17 +208,20 @@ class OffloadSetting(ModuleSetting):
             details.append(f"embeddings are weights as all others: {self._why_no_tables}")
         # With tables alone on the host, others may train what is on the device.
         trained = [o for o in trainer.optimizers if trains_offloaded(o)]
-        updates = []
+        updates, passes_whole = [], False
         why = self._why_not_early(trainer, pl_module, trained)
         technique = dataclasses.replace(self.technique, early_updates=0) if why else self.technique
         for optimizer in trained or trainer.optimizers:
             handle = technique.update_in_background(optimizer)
             self._undo.append(handle.undo)
             updates.append(handle.updates.early)
+            passes_whole |= handle.updates.passes_whole
         names = ", ".join(f"`{name}`" for name in watchers)
         details.append(
             f"updates end before {names}: it may read weights"
             if watchers
+            else "updates end with the step: whole parameters pass the device"
+            if passes_whole
             else "updates run beside the next step"
         )
         details += self._allow_early(trainer, updates, why)

@@ -24,14 +24,21 @@ from lightning_memsave.techniques.muon import (
     problems_of_strategy,
     problems_without_matrices,
 )
+from lightning_memsave.techniques.named_optimizer.each_alone import is_each_alone
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
-from lightning_memsave.techniques.optimizer_kinds import STATE_KEYS, is_of_torch, wrapper_problems
+from lightning_memsave.techniques.optimizer_kinds import (
+    EACH_ALONE,
+    STATE_KEYS,
+    is_of_torch,
+    wrapper_problems,
+)
 from lightning_memsave.techniques.optimizer_step import (
     double_of,
     initialize_state,
     show_steps,
     step_without_hooks,
     take_hooks,
+    updates_each_alone,
 )
 from lightning_memsave.units import format_bytes
 
@@ -68,8 +75,9 @@ class NamedOptimizer(Technique[Optimizer]):
         Exactness is *approximate*: it is another optimizer. With it, training is bit for bit that
         of a project whose ``configure_optimizers`` returns this optimizer; with ``"muon"``, of
         torch's two optimizers that make their steps one after the other. Offloaded on CUDA, this
-        holds for float32 weights, also in two halves, but not for classes other than torch's Muon
-        and elementwise ones, which the host updates with its own rounding. The groups are shared
+        holds for every class that updates each parameter alone, which is found by trying it on
+        small ones. Others, which depend on all gradients or on random numbers, the host updates
+        with its own rounding, as it finds the norm for clipping. The groups are shared
         with the given optimizer: use ``Handle.target`` from now on, and pass it to learning rate
         schedulers. Not for an optimizer that has made steps already.
 
@@ -177,6 +185,7 @@ class NamedOptimizer(Technique[Optimizer]):
         take_hooks(new, target)
         state = _state_after_a_step(make, new)
         vars(new)[STATE_KEYS] = {frozenset(own) for own in (state or {}).values()}
+        vars(new)[EACH_ALONE] = updates_each_alone(new) or is_each_alone(make, new)
         after = _bytes_of(state)
         sizes = [format_bytes(size) for size in (before, after) if size is not None]
         change = f"{old_name} -> {self._describe(new)}"

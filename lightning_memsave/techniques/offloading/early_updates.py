@@ -16,6 +16,7 @@ from lightning_memsave.techniques.flat_memory import aligned, tensor_in
 from lightning_memsave.techniques.offloading.device_tiles import is_updated_in_tiles
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.offloading.whole_on_device import is_updated_whole
 from lightning_memsave.techniques.optimizer_step import updates_each_alone
 
 _ALIGNMENT_BYTES = 64
@@ -227,7 +228,8 @@ def why_none(optimizer: Optimizer) -> str:
     if not updates_each_alone(optimizer):
         return "the optimizer is not known to update each parameter alone"
     in_tiles = any(is_updated_in_tiles(optimizer, param) for param in parameters_of(optimizer))
-    return "the device updates its state" if in_tiles else ""
+    is_on_device = in_tiles or is_updated_whole(optimizer)
+    return "the device updates its state" if is_on_device else ""
 
 
 # Tensors, such as a learning rate, by identity and version: predictions know no values.

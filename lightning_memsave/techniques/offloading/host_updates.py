@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
 from lightning_memsave.core.optimizers import has_foreign_hooks, parameters_of
 from lightning_memsave.core.technique import Handle
+from lightning_memsave.techniques.group_settings import share_written
 from lightning_memsave.techniques.offloading.device_tiles import (
     DeviceTiles,
     Update,
@@ -24,6 +25,11 @@ from lightning_memsave.techniques.offloading.device_tiles import (
 from lightning_memsave.techniques.offloading.early_updates import EarlyUpdates
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.offloading.whole_on_device import (
+    is_updated_whole,
+    lock_loaded,
+    step_on_device,
+)
 from lightning_memsave.techniques.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.optimizer_step import (
     StepOwner,
@@ -64,11 +70,11 @@ class HostUpdates(StepOwner):
         assert optimizer is not None, "the caller holds it"
         # Not in backward: it moves state to where parameters are, beside updates of them.
         initialize(optimizer)
-        self._mark_state()
+        self._see_state()
         hooks = [
             optimizer.register_state_dict_pre_hook(self._wait),
             optimizer.register_load_state_dict_pre_hook(self._wait),
-            optimizer.register_load_state_dict_post_hook(self._mark_state),
+            optimizer.register_load_state_dict_post_hook(self._see_state),
         ]
         undo = [self._wait, *(hook.remove for hook in hooks), own_step(optimizer, self)]
         if self.early.number and self.residence.processes is None:
@@ -76,6 +82,16 @@ class HostUpdates(StepOwner):
             self.residence.when_complete.append(begin)
             undo.append(lambda: self.residence.when_complete.remove(begin))
         return undo
+
+    @property
+    def passes_whole(self) -> bool:
+        """Whether the device updates whole parameters, in the step and not beside the next one."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the caller holds it"
+        own = [p for p in parameters_of(optimizer) if self.residence.part_of(p) is not None]
+        return self._are_whole(optimizer) and not all(
+            self._is_for_device(optimizer, param) for param in own if param.requires_grad
+        )
 
     def update(self, optimizer: Optimizer, done: set[int]) -> set[int]:
         self.residence.leave()
@@ -123,6 +139,7 @@ class HostUpdates(StepOwner):
     ) -> "Future[None]":
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
+        share_written(optimizer)
         part.take_back()
         part.keep_halves()
         self._allocate(optimizer, part, gradients)
@@ -145,6 +162,10 @@ class HostUpdates(StepOwner):
 
         future = self.residence.worker.submit(update_when_landed)
         part.begin_update(future, None if early is None else early.take_back)
+        # What the device needs for a whole parameter is known only where nothing else runs.
+        is_whole = any(self._is_whole(optimizer, *pair) for pair in gradients.items())
+        if is_whole or not updates_each_alone(optimizer):
+            part.wait()
         return future
 
     def _gradients_of(self, params: Sequence[nn.Parameter]) -> _Gradients:
@@ -159,7 +180,7 @@ class HostUpdates(StepOwner):
         self, optimizer: Optimizer, gradients: _Gradients, settled: Mapping[Part, bool]
     ) -> set[int]:
         params = parameters_of(optimizer)
-        if not updates_each_alone(optimizer):
+        if not (updates_each_alone(optimizer) or self._are_whole(optimizer)):
             self.residence.wait()
             are_here = all(self.residence.part_of(param) is not None for param in params)
             with on_host() if are_here else contextlib.nullcontext():
@@ -222,6 +243,15 @@ class HostUpdates(StepOwner):
             if self.residence.part_of(param) is not None:
                 _mark(state)
 
+    def _see_state(self, *_: object) -> None:
+        self._mark_state()
+        optimizer = self._optimizer()
+        if optimizer is None or updates_each_alone(optimizer) or not self._are_whole(optimizer):
+            return
+        for param in filter(optimizer.state.get, parameters_of(optimizer)):
+            if self.residence.part_of(param) is not None:
+                lock_loaded(optimizer, param, self.residence.memory)
+
     # Before the update runs, as it may be in the middle of a step that memory ends.
     def _allocate(self, optimizer: Optimizer, part: Part, params: Iterable[nn.Parameter]) -> None:
         stateless = {param: param for param in params if not optimizer.state.get(param)}
@@ -254,6 +284,15 @@ class HostUpdates(StepOwner):
             return False
         has_all_bits = part.is_split(param) or part.weight_of(param).dtype is torch.float32
         return has_all_bits and part.form_of(param).is_contiguous()
+
+    def _are_whole(self, optimizer: Optimizer) -> bool:
+        is_on_cuda = any(map(self._is_on_cuda, parameters_of(optimizer)))
+        return is_on_cuda and is_updated_whole(optimizer)
+
+    def _is_whole(self, optimizer: Optimizer, param: nn.Parameter, grad: Tensor) -> bool:
+        may_be = self._is_on_cuda(param) and is_updated_whole(optimizer)
+        is_dense = grad.layout == torch.strided
+        return may_be and is_dense and not self._is_for_device(optimizer, param)
 
     def _is_on_cuda(self, param: Tensor) -> bool:
         return self.residence.device.type == "cuda" or on_cuda(param)  # or a fake one
@@ -288,7 +327,7 @@ class HostUpdates(StepOwner):
                     step()
             except Exception as error:
                 names = self.residence.names_of(part.params)
-                error.add_note(f"In the update of {names} on the host, beside the next step.")
+                error.add_note(f"In the update of {names}, which wait on the host.")
                 raise
             for held in state.values():
                 _mark(held)
@@ -306,6 +345,7 @@ class HostUpdates(StepOwner):
     ) -> list[Callable[[], None]]:
         plain: list[nn.Parameter] = []
         on_device: list[Update] = []
+        whole: list[Update] = []
         steps: list[Callable[[], None]] = []
         # Whole temporaries of a table would need as much memory again, and pass the cache.
         is_large = part in self.residence.tables and part.params[0].dtype is torch.float32
@@ -316,6 +356,8 @@ class HostUpdates(StepOwner):
             if self._tiles is not None and is_dense and self._is_for_device(optimizer, param):
                 lock_state(optimizer.state[param], self.residence.memory)
                 on_device.append(Update(stand_in, part, param))
+            elif self._is_whole(optimizer, param, grad):
+                whole.append(Update(stand_in, part, param))
             elif (
                 part.is_split(param)
                 or grad.dtype is not part.weight_of(param).dtype
@@ -326,12 +368,17 @@ class HostUpdates(StepOwner):
                 plain.append(stand_in)
         if plain:
             steps.append(functools.partial(plain_step, double, plain))
+        # With settings of the device, for which no fused kernels are chosen.
+        those = {update.param: update.stand_in for update in (*on_device, *whole)}
+        of_device = _double(optimizer, those, double.state)
+        if whole:
+            residence = self.residence
+            how = of_device, whole, residence.device, residence.memory
+            steps.append(functools.partial(step_on_device, *how))
         if self._tiles is None:
             return steps
-        # With settings of the device, for which no fused kernels are chosen.
-        of_device = _double(optimizer, {u.param: u.stand_in for u in on_device}, double.state)
-        step_on_device = functools.partial(self._tiles.step, of_device, on_device)
-        return [step_on_device, *steps, self._tiles.synchronize]
+        in_tiles = functools.partial(self._tiles.step, of_device, on_device)
+        return [in_tiles, *steps, self._tiles.synchronize]
 
 
 class UpdatesHandle(Handle[Optimizer]):

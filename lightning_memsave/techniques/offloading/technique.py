@@ -481,7 +481,8 @@ class Offloading(Technique[nn.Module]):
         assert residence is not None, "otherwise there is a problem"
         num_early = number_of(self.early_updates, len(residence.parts) - 1)
         updates = HostUpdates(optimizer, residence, num_early)
-        changes = (f"{type(optimizer).__name__}: updates on the host",)
+        where = "on the device, parameter by parameter" if updates.passes_whole else "on the host"
+        changes = (f"{type(optimizer).__name__}: updates {where}",)
         handle = UpdatesHandle(optimizer, changes, undo=updates.start())
         handle.updates = updates
         return handle

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.flat_memory import aligned
+from lightning_memsave.techniques.group_settings import apply_written
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
     HeldGradients,
     dense_bytes,
@@ -245,6 +246,7 @@ class GradientUpdates:
             yield group
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        apply_written(optimizer)
         self.forget()
         self._watch_parameters(optimizer)
 

@@ -1,0 +1,108 @@
+"""Whether an optimizer of another package updates each parameter alone: found by trying."""
+
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from lightning_memsave.techniques.group_settings import apply_written, are_same, settings_of
+from lightning_memsave.techniques.optimizer_step import double_of, step_without_hooks
+from lightning_memsave.techniques.tiled_steps import step_values
+
+_MAX_SIZE = 8  # of a dimension
+_NUM_OF_A_KIND = 2  # of each number of dimensions in a group
+_SCALES = (1.0, 1e3, 1e-3)
+"""Of gradients, another one in each step: some optimizers clip the norm of all."""
+_LR = 1e-2
+
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+def is_each_alone(make: Make, like: Optimizer) -> bool:
+    """Return whether steps of one parameter at a time have the bits of steps of all.
+
+    Tried with small parameters in the groups of an optimizer, with as many dimensions as its own.
+    What draws random numbers, or keeps any beside groups and state, is not alone.
+    """
+    with (
+        _disable_current_modes(),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            return are_same(_after_steps_of_all(make, like), _after_steps_one_by_one(make, like))
+        except Exception:  # the class may do anything
+            return False
+
+
+_Found = tuple[list[tuple[Tensor, Any]], list[dict[str, Any]]]
+"""Weights with their states, and groups without them."""
+
+
+def _after_steps_of_all(make: Make, like: Optimizer) -> _Found | None:
+    """Give what steps have made; ``None`` if they write numbers elsewhere."""
+    params, optimizer = _small(make, like)
+    numbers = _numbers_of(optimizer)
+    for number in range(len(_SCALES)):
+        for param, grad in zip(params, _gradients(params, number), strict=True):
+            param.grad = grad
+        step_without_hooks(optimizer)
+    if _numbers_of(optimizer) != numbers or optimizer.state.keys() - {*params}:
+        return None
+    states = [(param.data, optimizer.state[param]) for param in params]
+    return states, [settings_of(group) for group in optimizer.param_groups]
+
+
+def _after_steps_one_by_one(make: Make, like: Optimizer) -> _Found:
+    params, made = _small(make, like)
+    optimizer = double_of(made, made.param_groups, defaultdict(dict))
+    owners = {param: group for group in optimizer.param_groups for param in group["params"]}
+    states: dict[Tensor, Any] = {param: {} for param in params}
+    for number in range(len(_SCALES)):
+        # In another order, and with other objects in their place, as on the host.
+        for param, grad in reversed([*zip(params, _gradients(params, number), strict=True)]):
+            values = nn.Parameter(param.data)
+            states[param] = step_values(optimizer, owners[param], values, grad, states[param])
+        apply_written(optimizer)
+    found = [(param.data, states[param]) for param in params]
+    return found, [settings_of(group) for group in optimizer.param_groups]
+
+
+def _small(make: Make, like: Optimizer) -> tuple[list[nn.Parameter], Optimizer]:
+    torch.manual_seed(0)
+    params: list[nn.Parameter] = []
+    groups = []
+    for group in like.param_groups:
+        own, counts = [], defaultdict[int, Any](itertools.count)
+        for param in group["params"]:
+            if next(counts[param.ndim]) < _NUM_OF_A_KIND:
+                shape = [min(size, _MAX_SIZE) for size in param.shape]
+                own.append(nn.Parameter(torch.randn(shape, device="cpu")))
+        params += own
+        groups.append({**group, "lr": _LR, "fused": None, "params": own})
+    return params, make(groups)
+
+
+def _gradients(params: list[nn.Parameter], number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [
+        _SCALES[(index + number) % len(_SCALES)]
+        * torch.randn(param.shape, generator=generator, device="cpu")
+        for index, param in enumerate(params)
+    ]
+
+
+def _numbers_of(optimizer: Optimizer) -> list[Any]:
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
+    leaves = [v.tolist() if isinstance(v, Tensor) else v for v in tree_flatten(own)[0]]
+    return [v for v in leaves if isinstance(v, int | float | str | list)]

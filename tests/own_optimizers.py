@@ -1,0 +1,113 @@
+"""Optimizers as other packages write them: counts in groups, nested state, matrices, couplings."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _Own(Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.begin(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+                    self.update(group, param, param.grad, self.state[param])
+        return loss
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Begin the step of a group."""
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        raise NotImplementedError
+
+
+class CountsInGroups(_Own):
+    """Adam's moments in a list, counts of steps in groups, and numbers on host and device."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Count the step."""
+        group["step"] = group.get("step", 0) + 1
+        group["rates"] = [*group.get("rates", []), group["lr"]][-2:]
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        if not state:
+            state["moments"] = [torch.zeros_like(param), torch.zeros_like(param)]
+            state["number"] = torch.tensor(0.0)
+            state["norm"] = torch.zeros((), device=param.device)
+        first, second = state["moments"]
+        first.lerp_(grad, 0.1)
+        second.mul_(0.9).addcmul_(grad, grad, value=0.1)
+        state["number"] += 1
+        state["norm"] = 0.5 * state["norm"] + grad.norm()  # a new one in each step
+        step, scale = group["step"], getattr(param, "own_scale", 1.0)
+        size = scale * group["lr"] * sum(group["rates"]) / group["rates"][-1]
+        denominator = (second / (1 - 0.9**step)).sqrt_().add_(1e-8)
+        param.addcdiv_(first / (1 - 0.9**step), denominator, value=-size)
+        param.div_(1 + 1e-6 * state["norm"] / state["number"].item())
+
+
+class Preconditions(_Own):
+    """Matrices of other shapes than the parameter, whose powers come every second step."""
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        if not state:
+            state["step"] = 0
+            state["squares"] = {
+                str(i): torch.eye(n, device=param.device, dtype=param.dtype)
+                for i, n in enumerate(param.shape)
+            }
+        for axis, own in enumerate(state["squares"].values()):
+            flat = grad.movedim(axis, 0).reshape(len(own), -1)
+            own.mul_(0.9).addmm_(flat, flat.T)
+        if state["step"] % 2 == 0:
+            state["powers"] = [
+                (own @ own).div_(own.norm() ** 2) for own in state["squares"].values()
+            ]
+        state["step"] += 1
+        for power in state["powers"]:
+            grad = torch.tensordot(grad, power, dims=([0], [0]))
+        param.sub_(grad, alpha=group["lr"])
+
+
+class ClipsTogether(_Own):
+    """The norm of all gradients scales each update, if it is large."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Find the norm."""
+        norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
+        self.scale = (10 / torch.stack(norms).norm()).clamp(max=1) if norms else 1.0
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        param.sub_(grad * self.scale, alpha=group["lr"])
+
+
+class AdaptsRate(_Own):
+    """A step size that all gradients of a group change, as of D-Adaptation."""
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        group["sum"] = group.get("sum", 0.0) + float(grad.abs().sum())
+        param.sub_(grad, alpha=group["lr"] / group["sum"])
+
+
+class Dithers(_Own):
+    """Random numbers, which come in the order of the parameters."""
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        param.sub_(grad + 1e-3 * torch.randn_like(grad), alpha=group["lr"])
