@@ -327,7 +327,7 @@ class HostUpdates(StepOwner):
                     step()
             except Exception as error:
                 names = self.residence.names_of(part.params)
-                error.add_note(f"In the update of {names}, which wait on the host.")
+                error.add_note(f"In the update of {names} on the host.")
                 raise
             for held in state.values():
                 _mark(held)
