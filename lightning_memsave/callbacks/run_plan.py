@@ -25,7 +25,7 @@ from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.resident_blocks import fill
-from lightning_memsave.prediction.what_if import what_if_of
+from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf, what_if_of
 from lightning_memsave.techniques.registry import entries, leaves_open, values_of
 from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
 from lightning_memsave.trainer.first_batch import first_batch
@@ -117,12 +117,15 @@ def _plan(
     exactness = Exactness(arguments["exactness"])
     is_exact = saved is not None and exactness.allows(Exactness(saved.plan.exactness))
     is_enough = saved is not None and saved.budget_bytes <= budget_bytes
-    if saved is not None and is_exact and is_enough and _has_as_given(saved.plan, arguments):
-        exact = (p for p in saved.ladder if exactness.allows(Exactness(p.exactness)))
-        return replace(saved, budget_bytes=budget_bytes, ladder=tuple(exact))
     limit_s = _limit_s(arguments)
     step = step_of(trainer, pl_module, batch, make_callback, arguments, has_started=False)
     what_if = what_if_of(replace(step, time_limit_s=limit_s), pl_module)
+    if saved is not None and is_exact and is_enough and _has_as_given(saved.plan, arguments):
+        exact = (p for p in saved.ladder if exactness.allows(Exactness(p.exactness)))
+        kept = replace(saved, budget_bytes=budget_bytes, ladder=tuple(exact))
+        kept = _with_batch(kept, what_if, limit_s)
+        if kept.fits(kept.plan):
+            return kept
     closed = _conflicting(trainer, pl_module, arguments)
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():
@@ -134,6 +137,18 @@ def _plan(
                 raise
             off = ", ".join(f"`{name}` ({why})" for name, why in closed.items())
             raise InfeasiblePlanError(f"{error} Not planned: {off}.", error.smallest) from error
+
+
+def _with_batch(saved: MemoryPlan, what_if: WhatIf, limit_s: float) -> MemoryPlan:
+    """Predict the plan of a checkpoint for the batch of this fit, which may be another one."""
+    try:
+        with _disable_current_modes():
+            settings = {**saved.plan.settings, "budget": None}
+            found = what_if.predict(settings, limit_s=limit_s)
+    except ImpossibleVariantError:  # it has trained with it
+        return saved
+    sizes = {"peak_bytes": found.peak_bytes, "device_bytes": found.device_bytes}
+    return replace(saved, plan=replace(saved.plan, prediction=found, is_verified=True, **sizes))
 
 
 # What a plan has on may be given otherwise now. Objects hold functions, which cannot be compared.

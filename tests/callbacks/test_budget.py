@@ -349,9 +349,26 @@ def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
         assert (not resumed.plan.frontier) is is_kept
         assert peak_of(resumed) <= budget
         if is_kept:
-            assert resumed.plan.plan == in_force
+            assert resumed.plan.plan.settings == in_force.settings
+            assert resumed.plan.plan.peak_bytes == peak_of(resumed)
         else:
             assert resumed.plan.plan.device_bytes <= budget
+
+
+@pytest.mark.parametrize(("batch_size", "is_kept"), [(2, True), (8, False)])
+def test_a_run_that_resumes_with_other_batches_plans_again_if_they_do_not_fit(
+    tmp_path, plain, batch_size, is_kept
+):
+    budget, path = plain[2] * 11 // 10, tmp_path / "last.ckpt"
+    callback = bitwise(budget)
+    _, _, trainer = fit(encoder(), callback)
+    assert callback.plan.plan.short == "nothing on"
+    trainer.save_checkpoint(path)
+    lit, resumed = encoder(), bitwise(budget)
+    lit.batch_size = batch_size
+    make_trainer(pl, resumed, max_epochs=2).fit(lit, ckpt_path=path)
+    assert (not resumed.plan.frontier) is is_kept
+    assert resumed.plan.plan.peak_bytes == peak_of(resumed) <= budget
 
 
 def test_a_resumed_run_keeps_blocks_on_the_device_and_plans_again_for_other_settings(
@@ -370,7 +387,7 @@ def test_a_resumed_run_keeps_blocks_on_the_device_and_plans_again_for_other_sett
 
     resumed = make(open_number)
     make_trainer(pl, resumed, max_epochs=2).fit(encoder(), ckpt_path=path)
-    assert resumed.plan.plan == callback.plan.plan
+    assert resumed.plan.plan.settings == callback.plan.plan.settings
     assert peak_of(resumed) == pytest.approx(peak_of(callback), abs=24)
     with pytest.raises(InfeasiblePlanError):
         make_trainer(pl, make(None), max_epochs=2).fit(encoder(), ckpt_path=path)
