@@ -147,8 +147,14 @@ def _with_batch(saved: MemoryPlan, what_if: WhatIf, limit_s: float) -> MemoryPla
             found = what_if.predict(settings, limit_s=limit_s)
     except ImpossibleVariantError:  # it has trained with it
         return saved
-    sizes = {"peak_bytes": found.peak_bytes, "device_bytes": found.device_bytes}
-    return replace(saved, plan=replace(saved.plan, prediction=found, is_verified=True, **sizes))
+    plan = replace(
+        saved.plan,
+        peak_bytes=found.peak_bytes,
+        device_bytes=found.device_bytes,
+        is_verified=True,
+        prediction=found,
+    )
+    return replace(saved, plan=plan)
 
 
 # What a plan has on may be given otherwise now. Objects hold functions, which cannot be compared.
