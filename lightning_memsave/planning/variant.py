@@ -19,7 +19,7 @@ from lightning_memsave.planning.recorded_blocks import TILED, value_of
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, FINAL, entries
+from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, FINAL, entries, with_optimizer
 
 RECOMPUTED = "activation_checkpointing"
 _OPTIMIZER = ("optimizer",)
@@ -164,7 +164,7 @@ def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
     if not {"optimizer", "parameters"} & set(str(what_of(settings)).split("+")):
         return 0
     trained = [p.num_elements for p in table.parameters if p.is_trainable is not False]
-    return host_bytes_per_parameter(settings) * sum(trained)
+    return host_bytes_per_parameter(with_optimizer(settings)) * sum(trained)
 
 
 def leaving_out(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:

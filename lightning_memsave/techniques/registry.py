@@ -1,5 +1,6 @@
 """Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its presets."""
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -154,6 +155,15 @@ def _restored(value: Any) -> Any:
             if value["class_path"].endswith(f".{kind.__name__}"):
                 return kind(**value["init_args"])
     return value
+
+
+def with_optimizer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Let an optimizer that is named by its class be the technique, which knows its state."""
+    found = dict(settings)
+    with contextlib.suppress(ConfigurationError):  # which it is told of where it is read
+        value = settings.get(NamedOptimizer.argument)
+        found[NamedOptimizer.argument] = NamedOptimizer.from_value(value) or value
+    return found
 
 
 def uses_blocks(settings: Mapping[str, Any]) -> bool:

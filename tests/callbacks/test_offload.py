@@ -20,6 +20,7 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_b
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.units import format_bytes
@@ -518,26 +519,31 @@ def test_state_of_tables_is_on_the_host():
     assert summary_of(callback).to_dict()["by_category"]["optimizer_state"] == 0
 
 
+MOMENTUM = {"momentum": 0.9}
+
+
 @pytest.mark.parametrize(
-    ("settings", "num_bytes"),
+    ("settings", "num_bytes", "num_moved"),
     [
-        ({}, 16),
-        ({"low_precision_weights": "master"}, 18),
-        ({"low_precision_weights": LowPrecisionWeights("master")}, 18),
-        ({"low_precision_weights": "master", "optimizer_in_backward": True}, 14),
-        ({"optimizer": "8bit", "optimizer_in_backward": True}, 6),
-        ({"low_precision_weights": "split", "optimizer": LowBitOptimizer()}, 10),
+        ({}, 16, 0),
+        ({"low_precision_weights": "master"}, 18, 0),
+        ({"low_precision_weights": LowPrecisionWeights("master")}, 18, 0),
+        ({"low_precision_weights": "master", "optimizer_in_backward": True}, 14, 0),
+        ({"optimizer": "8bit", "optimizer_in_backward": True}, 6, 2),
+        ({"low_precision_weights": "split", "optimizer": LowBitOptimizer()}, 10, 2),
+        ({"optimizer": "torch.optim:NAdam"}, 16, 8),
+        ({"optimizer": "torch.optim:Adafactor"}, 8, 0),
+        ({"optimizer": NamedOptimizer("torch.optim:SGD", optimizer_kwargs=MOMENTUM)}, 12, 4),
     ],
 )
-def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes):
+def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes, num_moved):
     lit = make_lit()
     needed = num_bytes * sum(p.numel() for p in lit.parameters())
     how = {"precision": "bf16-mixed"} | settings
     largest = sum(p.numel() for p in find_blocks(lit)[0].module.parameters())
     if "optimizer_in_backward" in settings:  # gradients of two blocks
         needed += 2 * (2 if "low_precision_weights" in settings else 4) * largest
-    if "optimizer" in settings:  # 8-bit state of a weight, while it is moved
-        needed += 2 * max(p.numel() for p in lit.parameters())
+    needed += num_moved * max(p.numel() for p in lit.parameters())  # state of a weight
     with pytest.raises(IncompatibleError, match=f"host_budget={needed}`"):
         fit(lit, only(host_budget=needed - 1, **how))
 

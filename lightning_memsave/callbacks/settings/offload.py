@@ -34,6 +34,7 @@ from lightning_memsave.techniques.offloading.host_budget import (
 from lightning_memsave.techniques.offloading.host_updates import host_updates_of, trains_offloaded
 from lightning_memsave.techniques.offloading.technique import STAY, Offloading
 from lightning_memsave.techniques.optimizer_step import updates_each_alone
+from lightning_memsave.techniques.registry import with_optimizer
 from lightning_memsave.trainer.distributed import (
     communicates_in_forward,
     has_custom_gradient_sync,
@@ -99,6 +100,7 @@ class OffloadSetting(ModuleSetting):
             )
         if technique is None:
             return None
+        arguments = with_optimizer(arguments)
         known = {
             "host_budget": budget,
             "bytes_per_parameter": host_bytes_per_parameter(arguments),

@@ -24,8 +24,11 @@ from lightning_memsave.techniques.muon import (
     problems_of_strategy,
     problems_without_matrices,
 )
-from lightning_memsave.techniques.named_optimizer.each_alone import is_each_alone
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
+from lightning_memsave.techniques.named_optimizer.tried import (
+    is_each_alone,
+    state_bytes_of_matrix,
+)
 from lightning_memsave.techniques.optimizer_kinds import (
     EACH_ALONE,
     STATE_KEYS,
@@ -115,6 +118,14 @@ class NamedOptimizer(Technique[Optimizer]):
         """Convert a name or ``"package:Class"``; ``None`` for what is another technique's."""
         is_own = isinstance(value, str) and (value in OWN or ":" in value)
         return cls(value) if is_own else value if isinstance(value, cls) else None
+
+    @functools.cached_property
+    def state_bytes(self) -> int | None:
+        """Bytes of state of a class for an element of a float32 matrix; ``None`` if unknown."""
+        if self.optimizer in OWN:
+            return None
+        made: Any = find_class(self.optimizer)
+        return state_bytes_of_matrix(functools.partial(made, **(self.optimizer_kwargs or {})))
 
     def _problems(self) -> list[Problem]:
         kwargs, made = self.optimizer_kwargs, find_class(self.optimizer)

@@ -40,7 +40,7 @@ def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
     """Reckon what a trained weight needs on the host, with its gradient and AdamW's state."""
     low = arguments.get("low_precision_weights")
     weight = 6 if getattr(low, "rounding", low) == "master" else 4
-    state = _STATE_BYTES.get(_kind_of(arguments), 8)
+    state = _state_bytes_of(arguments, unknown=8)
     gradient = 0 if arguments.get("optimizer_in_backward") else 4
     return weight + state + gradient
 
@@ -62,7 +62,7 @@ def form_on_host(arguments: Mapping[str, Any]) -> HostForm:
     return HostForm(
         copy=2 * (rounding == "master"),
         split=4 * (rounding == "split"),
-        moved_state=_STATE_BYTES.get(kind, 0),
+        moved_state=_state_bytes_of(arguments, unknown=0),
         whole_state=6 * is_whole,
         in_backward=(4 if low is None else 2) * bool(arguments["optimizer_in_backward"]),
     )
@@ -104,6 +104,11 @@ def num_elements(params: Iterable[nn.Parameter]) -> int:
 # What the device updates in tiles, by what is in the name of the optimizer. Of Muon, what matrices
 # need less than two moments is more than what moves.
 _STATE_BYTES = {"8bit": 2, "bf16_state": 4, ":": 8}
+
+
+def _state_bytes_of(arguments: Mapping[str, Any], *, unknown: int) -> int:
+    found: int | None = getattr(arguments.get("optimizer"), "state_bytes", None)
+    return _STATE_BYTES.get(_kind_of(arguments), unknown) if found is None else found
 
 
 def _kind_of(arguments: Mapping[str, Any]) -> str:

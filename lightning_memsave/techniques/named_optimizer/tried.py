@@ -1,10 +1,13 @@
-"""Whether an optimizer of another package updates each parameter alone: found by trying."""
+"""What is not known of an optimizer of another package is found by trying it on small parameters.
+
+Whether it updates each parameter alone, and how large its state is.
+"""
 
 import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +24,40 @@ _NUM_OF_A_KIND = 2  # of each number of dimensions in a group
 _SCALES = (1.0, 1e3, 1e-3)
 """Of gradients, another one in each step: some optimizers clip the norm of all."""
 _LR = 1e-2
+_WIDTH = 256  # of a matrix
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
+_T = TypeVar("_T")
 
 
 def is_each_alone(make: Make, like: Optimizer) -> bool:
     """Return whether steps of one parameter at a time have the bits of steps of all.
 
-    Tried with small parameters in the groups of an optimizer, with as many dimensions as its own.
-    What draws random numbers, or keeps any beside groups and state, is not alone.
+    Tried in the groups of an optimizer, with parameters of as many dimensions as its own. What
+    draws random numbers, or keeps any beside groups and state, is not alone.
     """
+    found = _try(
+        lambda: are_same(_after_steps_of_all(make, like), _after_steps_one_by_one(make, like))
+    )
+    return bool(found)
+
+
+def state_bytes_of_matrix(make: Make) -> int | None:
+    """Give the bytes of state for an element of a float32 matrix; ``None`` if a step fails."""
+
+    def step() -> int:
+        weight = nn.Parameter(torch.randn(_WIDTH, _WIDTH, device="cpu"))
+        weight.grad = torch.randn_like(weight)
+        optimizer = make([{"params": [weight]}])
+        step_without_hooks(optimizer)
+        leaves = tree_flatten(dict(optimizer.state[weight]))[0]
+        return round(sum(v.nbytes for v in leaves if isinstance(v, Tensor)) / weight.numel())
+
+    return _try(step)
+
+
+def _try(function: Callable[[], _T]) -> _T | None:
+    """Run what changes nothing here; ``None`` if it raises, as code of others may do anything."""
     with (
         _disable_current_modes(),
         torch.random.fork_rng(devices=[]),
@@ -39,10 +66,11 @@ def is_each_alone(make: Make, like: Optimizer) -> bool:
         torch.no_grad(),
     ):
         warnings.simplefilter("ignore")
+        torch.manual_seed(0)
         try:
-            return are_same(_after_steps_of_all(make, like), _after_steps_one_by_one(make, like))
-        except Exception:  # the class may do anything
-            return False
+            return function()
+        except Exception:
+            return None
 
 
 _Found = tuple[list[tuple[Tensor, Any]], list[dict[str, Any]]]
@@ -79,7 +107,7 @@ def _after_steps_one_by_one(make: Make, like: Optimizer) -> _Found:
 
 
 def _small(make: Make, like: Optimizer) -> tuple[list[nn.Parameter], Optimizer]:
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # for each way the same
     params: list[nn.Parameter] = []
     groups = []
     for group in like.param_groups:
