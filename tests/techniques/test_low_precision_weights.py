@@ -476,6 +476,28 @@ class TestModule:
         with pytest.warns(NoEffectWarning, match="2 bilinear, 2 parametrized, 4 recurrent"):
             LowPrecisionWeights().apply(model)
 
+    def test_keeps_the_type_that_a_module_says(self):
+        """Routers of transformers give their weights this type in forward."""
+
+        class Router(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.dtype, self.classifier = torch.float32, nn.Linear(8, 4, bias=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.classifier = self.classifier.to(self.dtype)
+                found: Tensor = self.classifier(x.to(self.dtype))
+                return found
+
+        model = nn.Sequential(nn.Linear(8, 8), Router())
+        handle = LowPrecisionWeights().apply(model)
+        assert "kept float32: 1 in the type that their module says, 1 vector" in handle.summary
+        with torch.autocast("cpu", BF16):
+            model(torch.ones(2, 8)).sum().backward()
+        weight: Any = model[1].classifier.weight
+        assert weight.dtype is weight.grad.dtype is torch.float32
+        assert model[0].weight.dtype is BF16
+
     def test_keeps_sparse_embeddings_and_their_sparse_steps(self):
         """In bfloat16 each step would make the whole table in float32, and its gradient with it."""
         model = nn.Sequential(nn.Embedding(20_000, 64, sparse=True), nn.Linear(64, 64))

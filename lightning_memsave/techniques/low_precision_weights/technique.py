@@ -44,8 +44,9 @@ from lightning_memsave.techniques.parameter_names import (
 from lightning_memsave.techniques.residences import residence_among, residence_with
 from lightning_memsave.units import format_bytes
 
+_OWN_TYPE = "in the type that their module says"
 _RULES = ("norm", "vector", "pattern", "shared memory")
-_LAYERS = ("recurrent", "bilinear", "embedding bag", "sparse", "parametrized")
+_LAYERS = ("recurrent", "bilinear", "embedding bag", "sparse", "parametrized", _OWN_TYPE)
 _KEPT = (*_RULES, *_LAYERS)
 
 
@@ -100,6 +101,9 @@ def _owned_by_special_modules(module: nn.Module) -> dict[Tensor, str]:
             why = "sparse"  # a rounded update would convert the whole table to float32
         elif isinstance(child, ParametrizationList) or _is_reparametrized(child):
             why = "parametrized"  # used by operators that autocast does not cast
+        elif vars(child).get("dtype") is torch.float32:  # as routers of transformers
+            found.update(dict.fromkeys(child.parameters(), _OWN_TYPE))
+            continue
         else:
             continue
         found.update(dict.fromkeys(child.parameters(recurse=False), why))
