@@ -574,7 +574,9 @@ def test_no_iterator_or_thread_is_left(package):
         batch = first_batch(trainer)
         gc.collect()
         alive.extend(o for o in gc.get_objects() if isinstance(o, _BaseDataLoaderIter))
-        alive.extend(set(threading.enumerate()) - threads)
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(5)  # what a queue has been told to send may still be on its way
+            alive.extend([thread] if thread.is_alive() else [])
         return batch
 
     seen = Seen(package, True, look)
