@@ -9,6 +9,7 @@ import functools
 import inspect
 import weakref
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.group_settings import apply_written, note_written, settings_of
 from lightning_memsave.techniques.optimizer_kinds import (
+    EACH_ALONE,
     ELEMENTWISE,
     is_low_bit,
     is_made_here,
@@ -137,7 +139,7 @@ step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 @torch.no_grad()
 def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     owners, loss = owners_of(self), None
-    if closure is not None and not updates_each_alone(self):
+    if closure is not None and not may_update_alone(self):
         return owners[0].run_with(self, closure)
     if closure is not None:
         with torch.enable_grad():
@@ -317,7 +319,7 @@ def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     # The step of a subclass may call that of its base, which is wrapped as well.
     hooks = {key: vars(optimizer).get(key, {}) for key in STEP_HOOKS}
-    vars(optimizer).update({key: {} for key in STEP_HOOKS})
+    vars(optimizer).update({key: OrderedDict() for key in STEP_HOOKS})
     try:
         return step(optimizer, *closure)
     finally:
@@ -358,6 +360,11 @@ def updates_each_alone(optimizer: Optimizer) -> bool:
         or cls.__module__.startswith("bitsandbytes.optim.")
         or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
     )
+
+
+def may_update_alone(optimizer: Optimizer) -> bool:
+    """Return whether parameters may be updated one by one, with what is noted of their groups."""
+    return updates_each_alone(optimizer) or bool(vars(optimizer).get(EACH_ALONE))
 
 
 def allocates_all_state(optimizer: Optimizer) -> bool:
@@ -453,18 +460,6 @@ def initialize_state(
     parameters = list(inspect.signature(initialize).parameters.values())[1:]
     own = {**group, "params": stateless}
     initialize(own, *([] for p in parameters if p.default is inspect.Parameter.empty))
-
-
-# Their fused kernels run on a CPU, too, where they are several times as fast.
-_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-
-
-def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Choose the fused kernels of the host, unless the user has chosen."""
-    is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
-    has_fused = type(optimizer) in _FUSED_ON_CPU or is_made_here(optimizer)
-    if has_fused and group.get("fused") is None and is_open:
-        group["fused"] = True
 
 
 @contextlib.contextmanager

@@ -19,9 +19,10 @@ from lightning_memsave import (
     Offloading,
     OptimizerInBackward,
 )
-from lightning_memsave.core.memory import is_host
+from lightning_memsave.core.memory import is_fake, is_host
 from lightning_memsave.techniques import optimizer_step
 from lightning_memsave.techniques.flat_memory import is_in_piece
+from lightning_memsave.techniques.offloading import host_updates
 from tests.callbacks.lit import loader_of, make_trainer
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast, assert_same, in_pairs
@@ -157,18 +158,28 @@ def test_halves_are_updated_in_float32(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_fit_needs_what_is_predicted(name):
-    callback = MemSaveCallback(
-        preset="off",
-        optimizer=NamedOptimizer(name, optimizer_kwargs=SETTINGS[name]),
-        offload="parameters",
-        predict=60,
-        report=False,
-    )
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    trainer = make_trainer(pl, callback, accelerator="gpu", devices=1)
-    trainer.fit(Lit(), loader_of([torch.randn(4, 512)] * 3))
-    assert callback.prediction is not None
-    measured = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-    assert callback.prediction.peak_bytes == measured
+def test_a_fit_needs_what_is_predicted(name, monkeypatch):
+    """And has the bits of a fit without offloading."""
+    how: Any = {"preset": "off", "predict": 60, "report": False}
+    named = NamedOptimizer(name, optimizer_kwargs=SETTINGS[name])
+    step, found, steps = host_updates.step_on_device, [], []
+
+    def note(optimizer, updates, *args):
+        steps.extend([] if is_fake(updates[0].param) else updates)
+        step(optimizer, updates, *args)
+
+    monkeypatch.setattr(host_updates, "step_on_device", note)
+    batches = [torch.randn(4, 512) for _ in range(3)]
+    for offload in ("parameters", None):
+        callback, lit = MemSaveCallback(**how, optimizer=named, offload=offload), Lit()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        trainer = make_trainer(pl, callback, accelerator="gpu", devices=1)
+        trainer.fit(lit, loader_of(batches))
+        assert callback.prediction is not None
+        measured = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        assert callback.prediction.peak_bytes == measured
+        found.append(tree_map_only(Tensor, Tensor.cpu, dict(lit.state_dict())))
+        del trainer, lit
+    assert_same(*found)
+    assert len(steps) == len(batches) * len([*Lit().parameters()])

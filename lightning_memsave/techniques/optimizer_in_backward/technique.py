@@ -20,11 +20,11 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     GradientUpdates,
     UpdatesInBackward,
 )
-from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE, is_low_bit, wrapper_problems
+from lightning_memsave.techniques.optimizer_kinds import is_low_bit, wrapper_problems
 from lightning_memsave.techniques.optimizer_step import (
     ACTIVE_UPDATES,
     in_backward_of,
-    updates_each_alone,
+    may_update_alone,
 )
 from lightning_memsave.techniques.parameter_names import is_shard_of_rows
 from lightning_memsave.techniques.residences import residence_among
@@ -213,8 +213,7 @@ class OptimizerInBackward(Technique[Optimizer]):
             problems.append(Problem(f"{dist.get_world_size()} processes", why, fix))
         if self.clip_norm is not None and residence_among(_trained(target)) is not None:
             problems.append(norm_problem(f"`clip_norm={self.clip_norm}`"))
-        was_found = bool(vars(target).get(EACH_ALONE))
-        if not (self.trust_optimizer or was_found or updates_each_alone(target)):
+        if not (self.trust_optimizer or may_update_alone(target)):
             why = "it is not known to update each parameter on its own"
             fix = "Use an optimizer of torch such as AdamW, set `optimizer_in_backward=None`, "
             fix += "or, if it does so, pass `OptimizerInBackward(trust_optimizer=True)`."
