@@ -60,6 +60,15 @@ class SignsOfLargeGradients(Signs):
             super().step(closure)
 
 
+class SignsOfValues(Signs):
+    """One that finds that there are no values, and makes no step without them."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if not any(param.is_meta for group in self.param_groups for param in group["params"]):
+            super().step(closure)
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices, of blocks and of the head, and the rest, each with a rate of its own."""
     params = [param for param in model.parameters() if param.requires_grad]
@@ -275,10 +284,10 @@ def test_says_how_large_the_state_will_be(model, name, text):
     assert change == f"{text}: optimizer state 554.60 KiB -> {size}"
 
 
-def test_says_nothing_of_a_state_that_depends_on_values(model):
-    name = f"{__name__}:SignsOfLargeGradients"
-    (change,) = NamedOptimizer(name).apply(configured(model)).changes
-    assert change == "AdamW -> SignsOfLargeGradients"
+@pytest.mark.parametrize("name", ["SignsOfLargeGradients", "SignsOfValues"])
+def test_says_nothing_of_a_state_that_depends_on_values(model, name):
+    (change,) = NamedOptimizer(f"{__name__}:{name}").apply(configured(model)).changes
+    assert change == f"AdamW -> {name}"
 
 
 def test_a_step_that_needs_values_updates_as_by_hand(model):

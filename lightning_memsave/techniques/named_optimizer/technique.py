@@ -198,6 +198,8 @@ class NamedOptimizer(Technique[Optimizer]):
         vars(new)[STATE_KEYS] = {frozenset(own) for own in (state or {}).values()}
         vars(new)[EACH_ALONE] = updates_each_alone(new) or is_each_alone(make, new)
         after = _bytes_of(state)
+        if after == 0 and self.state_bytes:  # it has seen that there are no values
+            after = None
         sizes = [format_bytes(size) for size in (before, after) if size is not None]
         change = f"{old_name} -> {self._describe(new)}"
         if after is not None:

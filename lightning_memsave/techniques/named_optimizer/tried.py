@@ -24,7 +24,7 @@ _NUM_OF_A_KIND = 2  # of each number of dimensions in a group
 _SCALES = (1.0, 1e3, 1e-3)
 """Of gradients, another one in each step: some optimizers clip the norm of all."""
 _LR = 1e-2
-_WIDTH = 256  # of a matrix
+_WIDTH = 64  # of a matrix
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
 _T = TypeVar("_T")
@@ -64,6 +64,7 @@ def _try(function: Callable[[], _T]) -> _T | None:
         warnings.catch_warnings(),
         torch.inference_mode(mode=False),
         torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),  # compiling takes longer than all else
     ):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
