@@ -105,6 +105,19 @@ class AdaptsRate(_Own):
         param.sub_(grad, alpha=group["lr"] / group["sum"])
 
 
+class CountsInState(_Own):
+    """A count of the steps of all beside the states of parameters, as of MADGRAD."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Count the step."""
+        state: Any = self.state
+        state["step"] = state.get("step", torch.tensor(0)) + 1
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        param.sub_(grad, alpha=group["lr"])
+
+
 class Dithers(_Own):
     """Random numbers, which come in the order of the parameters."""
 

@@ -22,7 +22,15 @@ from lightning_memsave import (
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.techniques import optimizer_step
 from lightning_memsave.techniques.flat_memory import is_in_piece
-from tests.callbacks.lit import loader_of, make_trainer
+from tests.callbacks.lit import (
+    callback_with,
+    fit,
+    loader_of,
+    make_lit,
+    make_trainer,
+    model_step,
+    quiet,
+)
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast, assert_same, in_pairs
 from tests.techniques.test_device_tiles import Lit
@@ -153,6 +161,24 @@ def test_halves_are_updated_in_float32(name):
     """But for ties, which halves round away from zero."""
     split, master = (_run(name, mode, "parameters") for mode in ("split", "master"))
     torch.testing.assert_close(split[0], master[0], rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_fit_has_the_same_bits_as_without_offloading(name):
+    """The Trainer gives the step a closure."""
+    states = []
+    for what in ("parameters", None):
+        named = NamedOptimizer(name, optimizer_kwargs=SETTINGS[name])
+        ours = quiet(preset="off", optimizer=named, offload=what)
+        with _noted_devices() as devices:
+            # Trying the class is over by then.
+            start = callback_with(on_train_start=lambda *_, devices=devices: devices.clear())
+            lit = make_lit(training_step=model_step)
+            _, weights, _ = fit(lit, ours, start, accelerator="gpu", limit_val_batches=0)
+        assert devices == {"cuda"} or not what
+        states.append([weights])
+    assert_same(*states)
 
 
 @pytest.mark.gpu

@@ -315,7 +315,8 @@ def _state_after_a_step(
                 _make_state(double)
         except Exception:  # whatever needs data, or a kernel for it
             return None
-        return double.state
+        found: dict[Any, Any] = double.state  # in which some keep numbers of all parameters
+        return {key: own for key, own in found.items() if isinstance(key, torch.Tensor)}
 
 
 def _make_state(optimizer: Optimizer) -> None:
