@@ -32,7 +32,8 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
     install,
     rounded_step_of,
 )
-from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE, wrapper_problems
+from lightning_memsave.techniques.named_optimizer.each_alone import couples_parameters
+from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import mark_rounded
 from lightning_memsave.techniques.parameter_names import (
     is_dtensor,
@@ -419,7 +420,7 @@ def _problems_of(optimizer: Optimizer) -> list[Problem]:
         why = "it tries several updates in one step and reverts them"
         fix = "Use another optimizer, or set `low_precision_weights=None`."
         problems.append(Problem(what, why, fix))
-    if vars(optimizer).get(EACH_ALONE) is False:
+    elif couples_parameters(optimizer):
         why = "it was not found to update each parameter alone, as rounded updates do"
         fix = "Use an optimizer such as AdamW, or set `low_precision_weights=None`."
         problems.append(Problem(what, why, fix))

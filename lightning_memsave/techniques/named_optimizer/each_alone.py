@@ -1,6 +1,7 @@
 """Whether an optimizer of another package updates each parameter alone: found by trying."""
 
 import itertools
+import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from lightning_memsave.techniques.group_settings import apply_written, are_same, settings_of
-from lightning_memsave.techniques.optimizer_step import double_of, step_without_hooks
+from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE
+from lightning_memsave.techniques.optimizer_step import (
+    double_of,
+    step_without_hooks,
+    updates_each_alone,
+)
 from lightning_memsave.techniques.tiled_steps import step_values
 
 _MAX_SIZE = 8  # of a dimension
@@ -44,6 +50,26 @@ def is_each_alone(make: Make, like: Optimizer) -> bool:
         except Exception:  # the class may do anything
             return False
 
+
+def couples_parameters(optimizer: Optimizer) -> bool:
+    """Return whether steps of one parameter at a time are found to differ from steps of all.
+
+    ``False`` too where that is not known: of an optimizer with attributes that a try might change.
+    """
+    if EACH_ALONE in vars(optimizer) or updates_each_alone(optimizer):
+        return vars(optimizer).get(EACH_ALONE) is False
+    own = [v for k, v in vars(optimizer).items() if k not in _OF_ALL]
+    if not all(isinstance(value, _PLAIN) for value in own):
+        return False
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        return double_of(optimizer, groups, defaultdict(dict))
+
+    return not is_each_alone(make, optimizer)
+
+
+_OF_ALL = {*vars(Optimizer([torch.zeros(1, device="cpu")], {})), "step", "zero_grad"}
+_PLAIN = (bool, int, float, str, tuple, type, types.FunctionType, types.NoneType)
 
 _Found = tuple[list[tuple[Tensor, Any]], list[dict[str, Any]]]
 """Weights with their states, and groups without them."""
