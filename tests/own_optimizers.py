@@ -59,6 +59,21 @@ class CountsInGroups(_Own):
         param.div_(1 + 1e-6 * state["norm"] / state["number"].item())
 
 
+class StepsInTraining(CountsInGroups):
+    """One that makes steps only after ``train``, as schedule-free ones."""
+
+    is_training = False
+
+    def train(self) -> None:
+        """Allow steps."""
+        self.is_training = True
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Begin the step of a group."""
+        assert self.is_training
+        super().begin(group)
+
+
 class Preconditions(_Own):
     """Matrices of other shapes than the parameter, whose powers come every second step."""
 

@@ -454,6 +454,7 @@ def test_messages_list_the_names():
 
 ALONE = {
     "tests.own_optimizers:CountsInGroups": True,
+    "tests.own_optimizers:StepsInTraining": True,
     "tests.own_optimizers:Preconditions": True,
     f"{__name__}:Signs": True,
     f"{__name__}:SignsOfLargeGradients": False,

@@ -116,7 +116,10 @@ def _small(make: Make, like: Optimizer) -> tuple[list[nn.Parameter], Optimizer]:
                 own.append(nn.Parameter(torch.randn(shape, device="cpu")))
         params += own
         groups.append({**group, "lr": _LR, "fused": None, "params": own})
-    return params, make(groups)
+    optimizer: Any = make(groups)
+    if hasattr(optimizer, "train"):  # as schedule-free ones have, which make no steps before it
+        optimizer.train()
+    return params, optimizer
 
 
 def _gradients(params: list[nn.Parameter], number: int) -> list[Tensor]:
