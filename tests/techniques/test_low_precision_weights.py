@@ -301,6 +301,16 @@ class TestOptimizer:
         assert torch.equal(theirs.state[plain]["exp_avg"], ours.state[param]["exp_avg"])
         updated(ours, [param])
 
+    def test_nested_state_loads_in_float32(self):
+        param = weight(64, 64)
+        optimizer = CountsInGroups([param])
+        LowPrecisionWeights("kahan").round_updates(optimizer)
+        updated(optimizer, [param])
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict(), saved)
+        updated(optimizer, [param])
+
     def test_undo_restores_the_optimizer(self):
         optimizer = torch.optim.AdamW([weight(8, 8)])
         before = dict(vars(optimizer))

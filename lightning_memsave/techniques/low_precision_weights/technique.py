@@ -21,6 +21,7 @@ from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
+from lightning_memsave.techniques.each_alone import couples_parameters
 from lightning_memsave.techniques.host_weight import host_weight_of
 from lightning_memsave.techniques.low_precision_weights.bf16_layers import (
     compute_in_autocast,
@@ -32,7 +33,6 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
     install,
     rounded_step_of,
 )
-from lightning_memsave.techniques.named_optimizer.each_alone import couples_parameters
 from lightning_memsave.techniques.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.optimizer_step import mark_rounded
 from lightning_memsave.techniques.parameter_names import (

@@ -19,12 +19,12 @@ from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.each_alone import is_each_alone
 from lightning_memsave.techniques.muon import (
     matrices_of,
     problems_of_strategy,
     problems_without_matrices,
 )
-from lightning_memsave.techniques.named_optimizer.each_alone import is_each_alone
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
 from lightning_memsave.techniques.optimizer_kinds import (
     EACH_ALONE,
