@@ -59,6 +59,21 @@ class CountsInGroups(_Own):
         param.div_(1 + 1e-6 * state["norm"] / state["number"].item())
 
 
+class StepsInTraining(CountsInGroups):
+    """One that makes steps only after ``train``, as schedule-free ones."""
+
+    is_training = False
+
+    def train(self) -> None:
+        """Allow steps."""
+        self.is_training = True
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Begin the step of a group."""
+        assert self.is_training
+        super().begin(group)
+
+
 class Preconditions(_Own):
     """Matrices of other shapes than the parameter, whose powers come every second step."""
 
@@ -103,6 +118,19 @@ class AdaptsRate(_Own):
         """Update a parameter."""
         group["sum"] = group.get("sum", 0.0) + float(grad.abs().sum())
         param.sub_(grad, alpha=group["lr"] / group["sum"])
+
+
+class CountsInState(_Own):
+    """A count of the steps of all beside the states of parameters, as of MADGRAD."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Count the step."""
+        state: Any = self.state
+        state["step"] = state.get("step", torch.tensor(0)) + 1
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        param.sub_(grad, alpha=group["lr"])
 
 
 class Dithers(_Own):

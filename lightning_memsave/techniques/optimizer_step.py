@@ -68,8 +68,12 @@ class StepOwner(ABC):
         """Update what it owns of these parameters, as in backward; return the others."""
         return params
 
+    def calls_closure(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer calls a closure itself, as LBFGS does several times."""
+        return False
+
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Run a step that calls the closure several times, as that of LBFGS."""
+        """Run a step that calls the closure."""
         return step_without_hooks(optimizer, closure)
 
     def allocate(self, optimizer: Optimizer, param: nn.Parameter) -> None:  # noqa: B027 - optional
@@ -139,7 +143,7 @@ step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 @torch.no_grad()
 def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     owners, loss = owners_of(self), None
-    if closure is not None and not may_update_alone(self):
+    if closure is not None and owners[0].calls_closure(self):
         return owners[0].run_with(self, closure)
     if closure is not None:
         with torch.enable_grad():

@@ -19,6 +19,8 @@ from lightning_memsave.techniques import tiled_steps
 from lightning_memsave.techniques.low_precision_weights import rounded_updates
 from lightning_memsave.techniques.optimizer_step import OWN_STATE, allocate_state, owners_of
 from tests.cases import make_batch, make_model
+from tests.helpers import assert_same
+from tests.own_optimizers import CountsInGroups
 
 BF16 = torch.bfloat16
 ROUNDINGS = ("stochastic", "kahan")
@@ -299,6 +301,16 @@ class TestOptimizer:
         assert torch.equal(theirs.state[plain]["exp_avg"], ours.state[param]["exp_avg"])
         updated(ours, [param])
 
+    def test_nested_state_loads_in_float32(self):
+        param = weight(64, 64)
+        optimizer = CountsInGroups([param])
+        LowPrecisionWeights("kahan").round_updates(optimizer)
+        updated(optimizer, [param])
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict(), saved)
+        updated(optimizer, [param])
+
     def test_undo_restores_the_optimizer(self):
         optimizer = torch.optim.AdamW([weight(8, 8)])
         before = dict(vars(optimizer))
@@ -326,6 +338,20 @@ class TestOptimizer:
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(param, expected)
+
+    def test_with_a_closure_is_the_step_without_one(self):
+        """Also of an optimizer that nobody knows: a Trainer always gives one."""
+        results = []
+        for has_closure in (False, True):
+            param = weight(64, 64)
+            optimizer = CountsInGroups([param])
+            LowPrecisionWeights("kahan").round_updates(optimizer)
+            for step in range(3):
+                give_gradient(param, step)
+                optimizer.step((lambda: None) if has_closure else None)
+            assert "compensation" in optimizer.state[param]
+            results.append([param, optimizer.state_dict()])
+        assert_same(*results)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

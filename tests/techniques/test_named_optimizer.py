@@ -1,9 +1,11 @@
 """Optimizers by name: they train as torch's own do, and keep groups, schedulers and checkpoints."""
 
 import copy
+import importlib
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE, OTHER_NAMES
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import InAutocast, assert_same, clones
+from tests.own_optimizers import AdaptsRate
 from tests.techniques.contract import assert_one_fit_keeps_promises
 
 NAMES = ("muon", "adamw_bf16_state", "torch.optim:NAdam", f"{__name__}:Signs")
@@ -460,6 +463,7 @@ def test_messages_list_the_names():
 
 ALONE = {
     "tests.own_optimizers:CountsInGroups": True,
+    "tests.own_optimizers:StepsInTraining": True,
     "tests.own_optimizers:Preconditions": True,
     f"{__name__}:Signs": True,
     f"{__name__}:SignsOfLargeGradients": False,
@@ -467,6 +471,19 @@ ALONE = {
     "tests.own_optimizers:AdaptsRate": False,
     "tests.own_optimizers:Dithers": False,
 }
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("name", ALONE)
+def test_only_those_are_rounded_that_update_each_parameter_alone(model, name, is_named):
+    where, _, kind = name.partition(":")
+    make = getattr(importlib.import_module(where), kind)
+    optimizer = named(model, name) if is_named else make(model.parameters())
+    before = set(vars(optimizer))
+    with nullcontext() if ALONE[name] else pytest.raises(IncompatibleError, match="alone"):
+        LowPrecisionWeights("kahan").round_updates(optimizer).undo()
+    assert not optimizer.state
+    assert set(vars(optimizer)) == before
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -477,6 +494,21 @@ def test_finds_which_optimizers_update_each_parameter_alone(model, name):
     assert torch.equal(torch.get_rng_state(), before)
     problems = OptimizerInBackward().check(optimizer)
     assert bool(problems) is not ALONE[name]
+
+
+@pytest.mark.gpu
+def test_trying_leaves_random_numbers_of_the_gpu_alone(model):
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    named(model.cuda(), "tests.own_optimizers:CountsInGroups")
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_state_of_the_whole_optimizer_is_none_of_a_parameter(model):
+    optimizer = named(model, "tests.own_optimizers:CountsInState")
+    assert vars(optimizer)[EACH_ALONE] is False
+    run(model, optimizer)
+    assert optimizer.state["step"] == 2 * 3  # groups and steps
 
 
 @pytest.mark.parametrize("how", ["in backward", "rounded", "rounded in backward"])
@@ -510,7 +542,8 @@ def test_counts_in_groups_count_steps_where_parameters_are_updated_one_by_one(mo
 def test_settings_that_depend_on_all_parameters_are_refused_where_updates_are_one_by_one(model):
     technique = LowPrecisionWeights("kahan")
     technique.apply(model)
-    optimizer = named(model, "tests.own_optimizers:AdaptsRate")
+    optimizer: Any = AdaptsRate(model.parameters())
+    optimizer.seen = []  # which a try might change
     technique.round_updates(optimizer)
     InAutocast(model)(make_batch(0)).backward()
     with pytest.raises(IncompatibleError, match="`sum` in its groups"):

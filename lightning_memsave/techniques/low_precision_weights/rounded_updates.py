@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.patching import patch_method, previous_method
@@ -197,12 +198,17 @@ def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:  # noqa: N807 - replac
 
 
 def _restore(state: dict[str, Any], saved: Mapping[str, Any], param: Tensor) -> None:
-    for key, value in saved.items():
-        loaded = state.get(key)
+    """Give back the float32 numbers of a state, which may be nested."""
+    before = dict(tree_flatten_with_path(dict(saved))[0])
+
+    def restore(path: Any, loaded: Any) -> Any:
+        value = before.get(path)
         if not isinstance(value, Tensor) or not isinstance(loaded, Tensor):
-            continue
-        if value.dtype is torch.float32 and loaded.dtype is torch.bfloat16:
-            state[key] = value.to(param.device, copy=True)
+            return loaded
+        is_rounded = value.dtype is torch.float32 and loaded.dtype is torch.bfloat16
+        return value.to(param.device, copy=True) if is_rounded else loaded
+
+    state.update(tree_map_with_path(restore, dict(state)))
 
 
 def _prepare_state(optimizer: Any, param: nn.Parameter) -> None:

@@ -42,6 +42,7 @@ from lightning_memsave.techniques.parameter_names import (
     unmatched_patterns,
 )
 from lightning_memsave.techniques.residences import residence_among, residence_with
+from lightning_memsave.techniques.tried import couples_parameters
 from lightning_memsave.units import format_bytes
 
 _OWN_TYPE = "in the type that their module says"
@@ -422,6 +423,10 @@ def _problems_of(optimizer: Optimizer) -> list[Problem]:
     if isinstance(optimizer, torch.optim.LBFGS):
         why = "it tries several updates in one step and reverts them"
         fix = "Use another optimizer, or set `low_precision_weights=None`."
+        problems.append(Problem(what, why, fix))
+    elif couples_parameters(optimizer):
+        why = "it was not found to update each parameter alone, as rounded updates do"
+        fix = "Use an optimizer such as AdamW, or set `low_precision_weights=None`."
         problems.append(Problem(what, why, fix))
     if rounded_step_of(optimizer) is not None:
         fix = "Undo the handle of the first `round_updates`."

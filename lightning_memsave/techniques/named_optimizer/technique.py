@@ -25,10 +25,6 @@ from lightning_memsave.techniques.muon import (
     problems_without_matrices,
 )
 from lightning_memsave.techniques.named_optimizer.optimizers import OWN, _MuonWithAdamW
-from lightning_memsave.techniques.named_optimizer.tried import (
-    is_each_alone,
-    state_bytes_of_matrix,
-)
 from lightning_memsave.techniques.optimizer_kinds import (
     EACH_ALONE,
     STATE_KEYS,
@@ -42,6 +38,10 @@ from lightning_memsave.techniques.optimizer_step import (
     step_without_hooks,
     take_hooks,
     updates_each_alone,
+)
+from lightning_memsave.techniques.tried import (
+    is_each_alone,
+    state_bytes_of_matrix,
 )
 from lightning_memsave.units import format_bytes
 
@@ -328,7 +328,8 @@ def _state_after_a_step(
                 _make_state(double)
         except Exception:  # whatever needs data, or a kernel for it
             return None
-        return double.state
+        found: dict[Any, Any] = double.state  # in which some keep numbers of all parameters
+        return {key: own for key, own in found.items() if isinstance(key, torch.Tensor)}
 
 
 def _make_state(optimizer: Optimizer) -> None:

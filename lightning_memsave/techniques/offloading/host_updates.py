@@ -179,7 +179,7 @@ class HostUpdates(StepOwner):
         self, optimizer: Optimizer, gradients: _Gradients, settled: Mapping[Part, bool]
     ) -> set[int]:
         params = parameters_of(optimizer)
-        if not (updates_each_alone(optimizer) or self._are_whole(optimizer)):
+        if self.calls_closure(optimizer):
             self.residence.wait()
             are_here = all(self.residence.part_of(param) is not None for param in params)
             with on_host() if are_here else contextlib.nullcontext():
@@ -215,6 +215,9 @@ class HostUpdates(StepOwner):
                     optimizer.state[param]["step"] = step + 1
         return {id(param) for param in params}
 
+    def calls_closure(self, optimizer: Optimizer) -> bool:
+        return not (updates_each_alone(optimizer) or self._are_whole(optimizer))
+
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
             with counted_as(""), torch.enable_grad():
@@ -233,7 +236,7 @@ class HostUpdates(StepOwner):
         optimizer = self._optimizer()
         states = {} if optimizer is None else optimizer.state
         # Each update asks for the state of its parameters, and some optimizers have none.
-        for param in [param for param, state in states.items() if not state]:
+        for param in [p for p, state in states.items() if isinstance(state, dict) and not state]:
             del states[param]
 
     def _mark_state(self, *_: object) -> None:

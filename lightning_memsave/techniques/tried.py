@@ -4,6 +4,7 @@ Whether it updates each parameter alone, and how large its state is.
 """
 
 import itertools
+import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from lightning_memsave.techniques.group_settings import apply_written, are_same, settings_of
-from lightning_memsave.techniques.optimizer_step import double_of, step_without_hooks
+from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE
+from lightning_memsave.techniques.optimizer_step import (
+    double_of,
+    step_without_hooks,
+    updates_each_alone,
+)
 from lightning_memsave.techniques.tiled_steps import step_values
 
 _MAX_SIZE = 8  # of a dimension
@@ -42,13 +48,32 @@ def is_each_alone(make: Make, like: Optimizer) -> bool:
     return bool(found)
 
 
+def couples_parameters(optimizer: Optimizer) -> bool:
+    """Return whether steps of one parameter at a time are found to differ from steps of all.
+
+    ``False`` too where that is not known: of an optimizer with attributes that a try might change.
+    """
+    if EACH_ALONE in vars(optimizer) or updates_each_alone(optimizer):
+        return vars(optimizer).get(EACH_ALONE) is False
+    own = [v for k, v in vars(optimizer).items() if k not in _OF_ALL]
+    if not all(isinstance(value, _PLAIN) for value in own):
+        return False
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        return double_of(optimizer, groups, defaultdict(dict))
+
+    return not is_each_alone(make, optimizer)
+
+
 def state_bytes_of_matrix(make: Make) -> int | None:
     """Give the bytes of state for an element of a float32 matrix; ``None`` if a step fails."""
 
     def step() -> int:
         weight = nn.Parameter(torch.randn(_WIDTH, _WIDTH, device="cpu"))
         weight.grad = torch.randn_like(weight)
-        optimizer = make([{"params": [weight]}])
+        optimizer: Any = make([{"params": [weight]}])
+        if hasattr(optimizer, "train"):
+            optimizer.train()
         step_without_hooks(optimizer)
         leaves = tree_flatten(dict(optimizer.state[weight]))[0]
         return round(sum(v.nbytes for v in leaves if isinstance(v, Tensor)) / weight.numel())
@@ -67,12 +92,15 @@ def _try(function: Callable[[], _T]) -> _T | None:
         torch.compiler.set_stance("force_eager"),  # compiling takes longer than all else
     ):
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # not those of GPUs, which go on
         try:
             return function()
         except Exception:
             return None
 
+
+_OF_ALL = {*vars(Optimizer([torch.zeros(1, device="cpu")], {})), "step", "zero_grad"}
+_PLAIN = (bool, int, float, str, tuple, type, types.FunctionType, types.NoneType)
 
 _Found = tuple[list[tuple[Tensor, Any]], list[dict[str, Any]]]
 """Weights with their states, and groups without them."""
@@ -108,7 +136,7 @@ def _after_steps_one_by_one(make: Make, like: Optimizer) -> _Found:
 
 
 def _small(make: Make, like: Optimizer) -> tuple[list[nn.Parameter], Optimizer]:
-    torch.manual_seed(0)  # for each way the same
+    torch.default_generator.manual_seed(0)  # for each way the same
     params: list[nn.Parameter] = []
     groups = []
     for group in like.param_groups:
@@ -119,7 +147,10 @@ def _small(make: Make, like: Optimizer) -> tuple[list[nn.Parameter], Optimizer]:
                 own.append(nn.Parameter(torch.randn(shape, device="cpu")))
         params += own
         groups.append({**group, "lr": _LR, "fused": None, "params": own})
-    return params, make(groups)
+    optimizer: Any = make(groups)
+    if hasattr(optimizer, "train"):  # as schedule-free ones have, which make no steps before it
+        optimizer.train()
+    return params, optimizer
 
 
 def _gradients(params: list[nn.Parameter], number: int) -> list[Tensor]:
