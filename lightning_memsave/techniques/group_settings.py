@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from lightning_memsave.errors import IncompatibleError, Problem
 
 _WRITTEN = "_memsave_written"
-"""Attribute with what steps have written, by the position of the group; doubles share it."""
+"""Attribute with what steps have written by the position of the group, and what was there before;
+doubles share it."""
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,8 +33,11 @@ def note_written(optimizer: Optimizer, group: Mapping[str, Any], after: Mapping[
     """
     changed = {k: v for k, v in settings_of(after).items() if not are_same(v, group.get(k))}
     position = next(i for i, own in enumerate(optimizer.param_groups) if own is group)
-    written: dict[int, dict[str, Any]] = vars(optimizer).setdefault(_WRITTEN, {})
-    before = written.setdefault(position, changed)
+    written: dict[int, Any] = vars(optimizer).setdefault(_WRITTEN, {})
+    began, before = written.get(position, ({}, changed))
+    if not are_same(began, {k: group.get(k) for k in began}):  # of a step that was interrupted
+        before = changed
+    written[position] = {k: group.get(k) for k in before}, before
     keys = [k for k in before | changed if not are_same(before.get(k), changed.get(k))]
     if keys:
         what = f"`{type(optimizer).__name__}` with `{keys[0]}` in its groups"
@@ -50,7 +54,7 @@ def share_written(optimizer: Optimizer) -> None:
 def apply_written(optimizer: Optimizer) -> None:
     """Let the groups have what a step has written, once all parameters are updated."""
     written: Mapping[int, Any] = vars(optimizer).pop(_WRITTEN, {})
-    for position, changed in written.items():
+    for position, (_, changed) in written.items():
         if position < len(optimizer.param_groups):
             optimizer.param_groups[position].update(changed)
 

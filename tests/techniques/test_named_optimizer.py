@@ -30,7 +30,7 @@ from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE, OTHER_NAMES
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import InAutocast, assert_same, clones
-from tests.own_optimizers import AdaptsRate
+from tests.own_optimizers import AdaptsRate, CountsInGroups
 from tests.techniques.contract import assert_one_fit_keeps_promises
 
 NAMES = ("muon", "adamw_bf16_state", "torch.optim:NAdam", f"{__name__}:Signs")
@@ -548,3 +548,34 @@ def test_settings_that_depend_on_all_parameters_are_refused_where_updates_are_on
     InAutocast(model)(make_batch(0)).backward()
     with pytest.raises(IncompatibleError, match="`sum` in its groups"):
         optimizer.step()
+
+
+class CountsUnlessTold(CountsInGroups):
+    """Fails with the last matrix when it is told."""
+
+    is_told = False
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        if CountsUnlessTold.is_told and param.shape == (64, 64):
+            raise RuntimeError("told to fail")
+        super().update(group, param, grad, state)
+
+
+@pytest.mark.parametrize("reloads", [False, True])
+def test_a_step_that_was_interrupted_leaves_no_counts(model, reloads, monkeypatch):
+    technique = LowPrecisionWeights("kahan")
+    technique.apply(model)
+    optimizer = named(model, f"{__name__}:CountsUnlessTold")
+    technique.round_updates(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for number in range(3):
+        InAutocast(model)(make_batch(number)).backward()
+        monkeypatch.setattr(CountsUnlessTold, "is_told", True)
+        with pytest.raises(RuntimeError, match="told"):
+            optimizer.step()
+        monkeypatch.setattr(CountsUnlessTold, "is_told", False)
+        if reloads:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.step()
+        steps = [group["step"] for group in optimizer.param_groups]
+        assert steps == [1 if reloads else number + 1] * 2
