@@ -187,3 +187,17 @@ def test_a_fit_needs_what_is_predicted(name, monkeypatch):
         del trainer, lit
     assert_same(*found)
     assert len(steps) == len(batches) * len([*Lit().parameters()])
+
+
+@pytest.mark.gpu
+def test_what_updates_all_together_says_why_it_cannot_in_two_places():
+    model = _model("float32")
+    offloading = Offloading("parameters", resident=1)
+    with offloading.apply(model):
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = NamedOptimizer(f"{OWN}:ClipsTogether").apply(adamw).target
+        with offloading.update_in_background(optimizer):
+            model(make_batch(0).cuda()).backward()
+            with pytest.raises(RuntimeError, match="same device") as caught:
+                optimizer.step()
+    assert "`ClipsTogether` updates all parameters together" in caught.value.__notes__[0]

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -182,7 +182,7 @@ class HostUpdates(StepOwner):
         if self.calls_closure(optimizer):
             self.residence.wait()
             are_here = all(self.residence.part_of(param) is not None for param in params)
-            with on_host() if are_here else contextlib.nullcontext():
+            with on_host() if are_here else self._in_two_places(optimizer):
                 step_without_hooks(optimizer)
             self._mark_state()
             return {id(param) for param in params}
@@ -226,10 +226,24 @@ class HostUpdates(StepOwner):
             return loss
 
         self.residence.wait()
-        with host_copies():
+        with host_copies(), self._in_two_places(optimizer):
             found = step_without_hooks(optimizer, evaluate)
         self._mark_state()
         return found
+
+    @contextlib.contextmanager
+    def _in_two_places(self, optimizer: Optimizer) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if any(self.residence.part_of(param) is None for param in parameters_of(optimizer)):
+                error.add_note(
+                    f"`{type(optimizer).__name__}` updates all parameters together, of which some "
+                    "wait on the host and others stay on the device. Use "
+                    '`Offloading("parameters", resident=0)`, so that all wait, or an optimizer '
+                    "that updates each parameter alone."
+                )
+            raise
 
     def _wait(self, *_: object) -> None:
         self.residence.finish()
