@@ -230,3 +230,15 @@ def test_presets_leave_the_named_one():
     row = rows_of(callback)["optimizer"]
     assert "Muon for 8 matrices" in row.details[0]
     assert rows_of(callback)["low_precision_weights"].status == "on"
+
+
+def test_a_loss_is_proven_inside_of_the_step_of_a_class_that_updates_all_together():
+    """Its step calls the closure, and the proof puts hooks on the optimizer meanwhile."""
+    name, found = "tests.own_optimizers:AdaptsRate", []
+    exact = {"precision": "32-true", "low_precision_weights": None, "predict": True}
+    for preset in ("off", "offload"):
+        callback = quiet(preset=preset, optimizer=name, **(exact if preset == "offload" else {}))
+        losses, weights, _ = fit(lit_of(), callback)
+        found.append([losses, weights])
+    assert_same(*found)
+    assert "proven with" in " ".join(rows_of(callback)["micro_batch_size"].details)
