@@ -1,5 +1,6 @@
 """Optimizers as other packages write them: counts in groups, nested state, matrices, couplings."""
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ class _Own(Optimizer):
     def begin(self, group: dict[str, Any]) -> None:
         """Begin the step of a group."""
 
+    @abstractmethod
     def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
         """Update a parameter."""
-        raise NotImplementedError
 
 
 class CountsInGroups(_Own):

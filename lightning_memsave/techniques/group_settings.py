@@ -42,7 +42,8 @@ def note_written(optimizer: Optimizer, group: Mapping[str, Any], after: Mapping[
     if keys:
         what = f"`{type(optimizer).__name__}` with `{keys[0]}` in its groups"
         why = "it depends on all parameters of a step, which are updated one by one"
-        fix = "Use an optimizer such as AdamW, or no technique that updates parameters by itself."
+        fix = "Use an optimizer such as AdamW, or set `optimizer_in_backward=None` and "
+        fix += "`low_precision_weights=None`."
         raise IncompatibleError("optimizer", [Problem(what, why, fix)])
 
 

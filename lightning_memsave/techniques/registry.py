@@ -160,7 +160,7 @@ def _restored(value: Any) -> Any:
 def with_optimizer(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Let an optimizer that is named by its class be the technique, which knows its state."""
     found = dict(settings)
-    with contextlib.suppress(ConfigurationError):  # which it is told of where it is read
+    with contextlib.suppress(ConfigurationError):  # a wrong name is refused where it is read
         value = settings.get(NamedOptimizer.argument)
         found[NamedOptimizer.argument] = NamedOptimizer.from_value(value) or value
     return found

@@ -39,8 +39,8 @@ _T = TypeVar("_T")
 def is_each_alone(make: Make, like: Optimizer) -> bool:
     """Return whether steps of one parameter at a time have the bits of steps of all.
 
-    Tried in the groups of an optimizer, with parameters of as many dimensions as its own. What
-    draws random numbers, or keeps any beside groups and state, is not alone.
+    Tried in the groups of an optimizer, with parameters of as many dimensions as its own. A class
+    that draws random numbers, or keeps numbers of its own beside groups and state, does not.
     """
     found = _try(
         lambda: are_same(_after_steps_of_all(make, like), _after_steps_one_by_one(make, like))
@@ -71,9 +71,7 @@ def state_bytes_of_matrix(make: Make) -> int | None:
     def step() -> int:
         weight = nn.Parameter(torch.randn(_WIDTH, _WIDTH, device="cpu"))
         weight.grad = torch.randn_like(weight)
-        optimizer: Any = make([{"params": [weight]}])
-        if hasattr(optimizer, "train"):
-            optimizer.train()
+        optimizer = _made(make, [{"params": [weight]}])
         step_without_hooks(optimizer)
         leaves = tree_flatten(dict(optimizer.state[weight]))[0]
         return round(sum(v.nbytes for v in leaves if isinstance(v, Tensor)) / weight.numel())
@@ -147,10 +145,15 @@ def _small(make: Make, like: Optimizer) -> tuple[list[nn.Parameter], Optimizer]:
                 own.append(nn.Parameter(torch.randn(shape, device="cpu")))
         params += own
         groups.append({**group, "lr": _LR, "fused": None, "params": own})
+    return params, _made(make, groups)
+
+
+def _made(make: Make, groups: list[dict[str, Any]]) -> Optimizer:
     optimizer: Any = make(groups)
     if hasattr(optimizer, "train"):  # as schedule-free ones have, which make no steps before it
         optimizer.train()
-    return params, optimizer
+    made: Optimizer = optimizer
+    return made
 
 
 def _gradients(params: list[nn.Parameter], number: int) -> list[Tensor]:

@@ -53,6 +53,7 @@ def _step(optimizer: Any, update: Update, device: torch.device, memory: HostMemo
     with counted_as("temporary"):
         weights = [_on_device(half, device) for half in halves]
         values = nn.Parameter(join_weight(*weights) if len(weights) > 1 else weights[0])
+        # Attributes that a project has given to its parameter are read by some classes.
         vars(values).update({k: v for k, v in vars(param).items() if not k.startswith("_memsave")})
         assert stand_in.grad is not None, "only parameters with a gradient are updated"
         grad = _on_device(stand_in.grad, device).to(values.dtype)
