@@ -360,6 +360,104 @@ class StatefulRecurrent(Recurrent):
         return cast(Tensor, x)
 
 
+class ResetRecurrent(StatefulRecurrent):
+    """Begins anew with the first batch of an epoch, which looks as if it kept nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.state = None
+        return super().training_step(batch, batch_idx)
+
+
+@dataclass
+class Box:
+    """What a module keeps in an object of its own."""
+
+    value: Tensor
+
+
+class StepWrites(Project):
+    """Writes state in the step, in ways that move no version counter, and trains with it."""
+
+    scale: Tensor
+    shift: Tensor
+    sizes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("shift", torch.zeros(WIDTH))
+        self.boxes = [Box(torch.ones(WIDTH))]
+        self.gain = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        hidden = super().hidden(tokens) * self.scale * self.boxes[0].value * self.gain
+        return hidden + self.shift
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.scale.data = self.scale * 0.9
+        self.shift.detach().cpu().numpy()[0] += 1.0
+        self.boxes[0].value.set_((self.boxes[0].value * 0.9).untyped_storage())
+        self.gain = nn.Parameter(self.gain.detach() * 1.1, requires_grad=False)
+        return super().training_step(batch, batch_idx)
+
+
+class SizedInTheFirstStep(Project):
+    """A buffer gets its size in the first step, as those of observers do, and a layer too."""
+
+    smallest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("smallest", torch.empty(0))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        hidden = super().hidden(tokens)
+        if self.training:
+            with torch.no_grad():
+                if not self.smallest.numel():
+                    self.smallest.resize_(WIDTH).zero_()
+                self.smallest.copy_(torch.minimum(self.smallest, hidden.detach()[0, 0]))
+            hidden = hidden.clamp(min=self.smallest - 1.0)
+        return hidden
+
+
+class StepCounts(Project):
+    """Averages its weights in the step, which the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.head).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for mean, param in zip(self.average.parameters(), self.head.parameters(), strict=True):
+                mean.lerp_(param, 0.01)
+        return super().training_step(batch, batch_idx)
+
+
+class CountsBackward(Project):
+    """Clips gradients of each backward pass, and counts them."""
+
+    passes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def on_after_backward(self) -> None:
+        self.passes += 1
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class HooksOnGradients(Project):
+    """Clips the gradient of a weight in a hook of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
 class CalledTwice(Project):
     """Two views of a batch before backward (contrastive pairs, R-Drop)."""
 
@@ -799,6 +897,21 @@ class CombinedBatches(Project):
     def loader(self, seed: int) -> Any:
         first, second = super().loader(seed), super().loader(seed + 10)
         return CombinedLoader({"one": first, "two": second}, mode="max_size_cycle")
+
+
+class OptionalBatches(Project):
+    """The second loader ends earlier: its part of a batch is then ``None`` (Lightning #17910)."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if "one" not in batch:
+            return super().loss(batch)
+        parts = [part for part in (batch["one"], batch["two"]) if part is not None]
+        return torch.stack([super(OptionalBatches, self).loss(part) for part in parts]).sum()
+
+    def loader(self, seed: int) -> Any:
+        first, second = super().loader(seed), super().loader(seed + 10)
+        second = DataLoader(second.dataset[:3], batch_size=None)
+        return CombinedLoader({"one": first, "two": second}, mode="max_size")
 
 
 def all_projects() -> dict[str, type[Any]]:

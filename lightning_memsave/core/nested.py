@@ -175,6 +175,11 @@ def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from leaves_of(item, (*path, name))
 
 
+def parts_of(batch: Any) -> frozenset[Path]:
+    """Return where a batch has tensors and lists of samples: some may be optional."""
+    return frozenset(path for path, _ in leaves_of(batch))
+
+
 def leaf_at(batch: Any, path: Path) -> Any:
     """Return the leaf at a path from `leaves_of`."""
     for name in path:

@@ -20,10 +20,11 @@ from torch.distributed.pipelining import (
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of, split_samples, sum_in_order
 from lightning_memsave.core.saved_state import RandomState, devices_of
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.micro_batching.loss_observed import LossCheck, Proof
 from lightning_memsave.techniques.micro_batching.loss_probe import SavesBeforeWrites
-from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
+from lightning_memsave.techniques.micro_batching.loss_proof import prove
+from lightning_memsave.techniques.micro_batching.module_state import ModuleState
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
-from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from lightning_memsave.trainer.distributed import all_reduce_min, sum_gradients
 from lightning_memsave.trainer.hooks import find_zero_grad_override
 from lightning_memsave.trainer.logged_values import combined

@@ -69,12 +69,22 @@ class BatchParts:
             yield
         self.logged = None
 
-    def compute_loss(self, part: Any) -> Tensor | None:
-        """Return the loss of the training step, without logging; ``None`` if there is none."""
+    def compute_loss(self, part: Any, later: int = 0) -> Tensor | None:
+        """Return the loss of the training step, without logging; ``None`` if there is none.
+
+        The step may count on it that the batch is so much ``later``.
+        """
         assert self.logged is not None, "`start` was called"
+        kwargs = {**self._kwargs, "batch": part}
+        if "batch_idx" in kwargs:
+            kwargs["batch_idx"] += later
         with self.logged.forgotten():
-            loss = self._loop.run_step({**self._kwargs, "batch": part}).closure_loss
+            loss = self._loop.run_step(kwargs).closure_loss
         return None if loss is None else cast(Tensor, loss)
+
+    def compute_next(self, part: Any) -> Tensor | None:
+        """Return the loss of what may come in the next batch."""
+        return self.compute_loss(part, later=1)
 
     # A `backward()` inside `training_step` leaves gradients. Lightning zeroes them after the step,
     # or accumulates them with those of earlier batches.

@@ -1,11 +1,12 @@
 """The base class of callbacks, and overrides of hooks by the user's code."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import logging
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,30 @@ def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
     """Return the first override of ``on_before_zero_grad`` or ``optimizer_zero_grad``, if any."""
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     return next(filter(None, (owner_of(trainer, pl_module, hook) for hook in hooks)), "")
+
+
+# Once for each backward pass, of which a batch that is split has several; or between the first
+# forward and backward pass, so that later parts see what they change.
+_OF_PARTS = ("on_before_backward", "backward", "on_before_zero_grad", "optimizer_zero_grad")
+
+
+def hooks_of_parts(trainer: Any, pl_module: Any) -> list[str]:
+    """List the overrides of hooks that do not do for the parts of a batch what they do for it."""
+    return [owner for hook in _OF_PARTS for owner in owners_of(trainer, pl_module, hook)]
+
+
+@contextlib.contextmanager
+def without_after_backward(trainer: Any) -> Iterator[None]:
+    """Leave ``on_after_backward`` to the last of several backward passes."""
+    plugin = trainer.precision_plugin
+    before = vars(plugin).get("post_backward")
+    plugin.post_backward = lambda loss, module: loss.detach()
+    try:
+        yield
+    finally:
+        del plugin.post_backward
+        if before is not None:
+            plugin.post_backward = before
 
 
 class GradientVersions:

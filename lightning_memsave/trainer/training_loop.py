@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_memsave.core.out_of_memory import find_out_of_memory, with_memory_freed
 from lightning_memsave.trainer.batch_parts import BatchParts, scaled, without_outputs
-from lightning_memsave.trainer.hooks import FreedGradients
+from lightning_memsave.trainer.hooks import FreedGradients, without_after_backward
 from lightning_memsave.trainer.logged_values import LoggedValues
 
 Adjust = Callable[[Any, int, bool, Iterable[Any], BatchParts | None], float]
@@ -194,6 +194,8 @@ class _Loop:
         with contextlib.ExitStack() as stack:
             for context in self.around_backward:
                 stack.enter_context(context(is_last and will_step(self.trainer)))
+            if not is_last:
+                stack.enter_context(without_after_backward(self.trainer))
             backward(loss)
 
     @torch.enable_grad()

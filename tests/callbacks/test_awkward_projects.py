@@ -41,7 +41,11 @@ def test_what_a_proof_writes_into_offloaded_weights_is_put_back(project, what):
 @pytest.mark.parametrize(
     ("project", "name", "why"),
     [
-        ("StatefulRecurrent", "micro-batches", "previous micro-batch changed.*: `state.0`"),
+        ("StatefulRecurrent", "micro-batches", "previous micro-batch changed.*: `state.0.`"),
+        ("ResetRecurrent", "micro-batches", "an entry for each sample of the batch: `state.0.`"),
+        ("StepCounts", "micro-batches", "its loss cannot be split: .*`average.bias`"),
+        ("HooksOnGradients", "micro-batches", "`head.weight: a hook in backward` would run"),
+        ("StepWrites", "micro-batches", "previous micro-batch changed"),
         ("SpectralNorm", "micro-batches", "previous micro-batch changed.*_u`"),
         ("CodebooksInBlocks", "block micro-batches", "it changes `codes`"),
         ("HiddenWrites", "block micro-batches", "it changes `down.weight`"),
@@ -74,3 +78,18 @@ def test_weights_that_a_proof_replaces_keep_their_type():
 @pytest.mark.parametrize("name", ["single_gpu", "offload"])
 def test_a_module_in_bfloat16_is_called_outside_of_steps(project, name):
     assert run(project, SETTINGS[name][0], "plain", drops=True)["error"] is None
+
+
+@pytest.mark.parametrize("project", ["StepWrites", "SizedInTheFirstStep", "StepCounts"])
+@pytest.mark.parametrize("settings", [{}, {"preset": "bitwise"}, {"micro_batch_size": "halve"}])
+def test_a_look_at_the_loss_changes_nothing(project, settings):
+    given = {"preset": "off", **settings} if "micro_batch_size" in settings else settings
+    found = run(project, {"precision": None, "optimizer": None, **given}, "plain", drops=True)
+    assert found["error"] is None
+    assert found["digest"] == plain(project)
+
+
+@pytest.mark.parametrize("project", ["CountsBackward", "OptionalBatches"])
+def test_in_micro_batches(project):
+    cell = Cells().run(project, "micro-batches", "plain")
+    assert cell["outcome"] == "as declared", cell

@@ -23,7 +23,7 @@ from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.techniques.micro_batching.loss_proof import Proof
+from lightning_memsave.techniques.micro_batching.loss_observed import Proof
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.trainer.nested_fit import quiet
 from tests.callbacks.lit import make_trainer

@@ -14,7 +14,7 @@ from lightning_memsave import ChunkedCrossEntropy, Offloading
 from lightning_memsave.techniques import flat_memory
 from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
-from lightning_memsave.techniques.micro_batching.training_state import ModuleState
+from lightning_memsave.techniques.micro_batching.module_state import ModuleState
 from lightning_memsave.techniques.offloading import copies
 from tests.cases import make_batch, make_model
 from tests.techniques.offloaded_loops import Offloaded

@@ -19,7 +19,7 @@ from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
-from lightning_memsave.techniques.micro_batching.training_state import ModuleState
+from lightning_memsave.techniques.micro_batching.module_state import ModuleState
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading

@@ -15,7 +15,7 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     warn_of_retry,
 )
 from lightning_memsave.callbacks.settings.setting import Arguments, Setting, why_beyond
-from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
+from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs, parts_of
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import (
     ConfigurationError,
@@ -23,7 +23,8 @@ from lightning_memsave.errors import (
     MemoryExhaustedError,
     Problem,
 )
-from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
+from lightning_memsave.techniques.micro_batching.loss_observed import LossCheck, Proof
+from lightning_memsave.techniques.micro_batching.loss_proof import prove
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
@@ -207,6 +208,7 @@ class EvaluationSetting(Setting):
     ) -> Any:
         runner = self._runner
         assert runner is not None, "batches run between `apply` and `undo`"
+        which = (*which, parts_of(batch))  # without one of its parts a batch has another loss
         new = self._steps.get(which) or _Known(which[0], KnownChanges(trainer.lightning_module))
         known = self._steps.setdefault(which, new)
         passed: list[tuple[Any, int, float]] = []

@@ -31,15 +31,26 @@ from lightning_memsave.callbacks.settings.setting import (
     ModuleSetting,
     Setting,
     exactness_limit,
+    warn,
 )
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.out_of_memory import find_out_of_memory
-from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
+from lightning_memsave.errors import (
+    IncompatibleError,
+    MemoryExhaustedError,
+    MemsaveWarning,
+    Problem,
+)
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
-from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
+from lightning_memsave.techniques.micro_batching.loss_observed import (
+    LossCheck,
+    Proof,
+    runs_for_each,
+)
+from lightning_memsave.techniques.micro_batching.loss_proof import prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.techniques.micro_batching.runner import (
     MicroBatchRunner,
@@ -62,6 +73,7 @@ from lightning_memsave.trainer.distributed import (
 from lightning_memsave.trainer.hooks import (
     GradientVersions,
     find_zero_grad_override,
+    hooks_of_parts,
     log_info,
 )
 from lightning_memsave.trainer.training_loop import pass_batches, phase_of, will_step
@@ -113,6 +125,7 @@ class MicroBatchSetting(Setting):
         self._meets: str | None = None
         self.proof = Proof()
         """What is known of the loss since the first batch."""
+        self._proofs: dict[Any, Proof] = {}  # by the parts that batches have
         self._tie = ""
 
     def read(self) -> Any:
@@ -178,7 +191,7 @@ class MicroBatchSetting(Setting):
             )
         )
         self._undo.append(self._forget_runner)
-        self.proof, self._tie = Proof(), ""
+        self.proof, self._tie, self._proofs = Proof(), "", {}
         self._show(trainer, pl_module)
         if not self.is_auto:
             warn_of_batch_norm(trainer, pl_module, self.written, "micro-batch alone")
@@ -209,10 +222,14 @@ class MicroBatchSetting(Setting):
     def _forget_runner(self) -> None:
         # A callback that is not used can be pickled.
         self.runner, self.proof, self._known, self._meets = None, Proof(), None, None
+        self._proofs = {}
 
     def prove_once(self, trainer: Any, parts: BatchParts) -> MicroBatchRunner:
         """Prove how losses are weighted, unless that is known or will not matter."""
         runner = self.runner = self.runner or self._make_runner(trainer)
+        # Other processes may have all parts: a batch without one passes whole there.
+        if trainer.world_size == 1 and runner.meet(parts.batch):
+            self.proof = self._proofs.get(runner.parts, Proof())
         is_open = runner.splitting is Splitting.UNPROVEN and not self.proof.reason
         if is_open and self._may_be_split(trainer, runner, parts.batch):
             self._start_proof(trainer, parts, runner)
@@ -338,11 +355,16 @@ class MicroBatchSetting(Setting):
             runner.use([equal], find_shared_leaves(parts.batch)[0])
             return
         proof = self.prove(trainer, parts, None)
-        if proof.reason and not self.is_auto:
+        if proof.reason and not (self.is_auto or self._proofs):
             raise IncompatibleError(self.name, [refusal_of(self.written, proof)])
         if not (proof.reason or proof.weightings):
             return
-        self.proof = proof
+        if self._proofs and proof.reason:
+            some = f"A batch of which some parts are missing, or new, passes whole: {proof.reason}."
+            warn(trainer, some, MemsaveWarning)
+            self._proofs[runner.parts] = self.proof = proof
+            return
+        self._proofs[runner.parts] = self.proof = proof
         if not proof.reason:
             runner.use(proof.weightings, proof.whole)
         elif self.relief is None:
@@ -376,7 +398,7 @@ class MicroBatchSetting(Setting):
         proof = self.prove(trainer, parts, self.proof)
         if proof.weightings:
             assert self.runner is not None, "the first proof has made it"
-            self.proof = proof
+            self._proofs[self.runner.parts] = self.proof = proof
             self.runner.use(proof.weightings, self.runner.whole)
             others = [w.text for w in proof.weightings[1:]]
             tie = "its samples cannot tell this from losses that are"
@@ -387,6 +409,8 @@ class MicroBatchSetting(Setting):
     def prove(self, trainer: Any, parts: BatchParts, known: Proof | None) -> Proof:
         """Find the weightings of the loss of a batch, among those that are known."""
         pl_module = trainer.lightning_module
+        if hooks := hooks_of_parts(trainer, pl_module):
+            return runs_for_each(hooks)
         # The workspace of cuBLAS stays, and the proof's blocks go again: among blocks of the proof,
         # no prediction could know where what comes next would lie.
         if trainer.strategy.root_device.type == "cuda":
@@ -403,6 +427,8 @@ class MicroBatchSetting(Setting):
             known=known,
             needs_split=not self.is_auto or is_planned,
             room=room,
+            compute_next=parts.compute_next,
+            optimizers=trainer.optimizers,
         )
         with unnoticed(trainer):
             proof = prove(check, functools.partial(all_reduce_min, trainer))

@@ -22,7 +22,7 @@ from lightning_memsave.errors import (
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
-from lightning_memsave.techniques.micro_batching.loss_proof import Proof
+from lightning_memsave.techniques.micro_batching.loss_observed import Proof
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, PassPart
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_kinds import is_of_torch

@@ -31,8 +31,8 @@ from lightning_memsave.core.saved_state import RandomState, with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.micro_batching.loss_probe import SavesBeforeWrites
+from lightning_memsave.techniques.micro_batching.module_state import ModuleState
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 
 _CHUNKS = "_memsave_chunks"  # its copies run on whole batches
 

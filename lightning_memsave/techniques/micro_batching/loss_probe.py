@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memsave.core.memory import category_in_context
-from lightning_memsave.techniques.micro_batching.training_state import ModuleState, key_of
+from lightning_memsave.techniques.micro_batching.module_state import ModuleState, key_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _MEAN = 1  # `reduction="mean"`, as torch's operators number it

@@ -4,17 +4,17 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.nested import (
-    Path,
     count_samples,
     find_shared_leaves,
     pick_samples,
@@ -26,33 +26,34 @@ from lightning_memsave.core.out_of_memory import (
     is_out_of_memory,
     with_memory_freed,
 )
-from lightning_memsave.core.saved_state import with_attribute
-from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.micro_batching.loss_observed import (
+    LossCheck,
+    Observed,
+    Proof,
+    Samples,
+    Whole,
+    observe,
+    runs_for_each,
+)
 from lightning_memsave.techniques.micro_batching.loss_weights import (
-    LossWeight,
     Weighting,
     read_weights,
     shares_of,
-    weightings_of,
+)
+from lightning_memsave.techniques.micro_batching.module_state import (
+    ModuleState,
+    is_of_user,
 )
 from lightning_memsave.techniques.micro_batching.runner import (
-    SplitBatch,
     samples_of,
     split_batch_with,
 )
 from lightning_memsave.techniques.micro_batching.training_state import (
-    ModuleState,
     batch_norm_on_running_statistics,
     full_precision,
-    key_of,
 )
-from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
-from lightning_memsave.techniques.residences import leave_device, residence_with
-
-ComputeLoss = Callable[[Any], Tensor | None]
-Whole = frozenset[Path]
-"""Leaves of a batch that are shared by all micro-batches."""
+from lightning_memsave.techniques.residences import residence_with
 
 # In units of epsilon: sums in another order differ by a few of them, and in a deep model kernels
 # for one sample and for two round differently.
@@ -62,48 +63,9 @@ _NUM_LOOKED_AT, _NUM_LOOKED_AT_AGAIN = 16, 64
 _NUM_CONFIRMED = 8
 """Samples that are compared with their halves, fewer where memory is short: some losses need more
 than two samples, such as triplet losses and those with hard-example mining."""
+_OTHER = 1.25
+"""Factor that makes other values of what a step writes to."""
 _REFUSED, _OPEN, _PROVEN = range(3)
-
-
-@dataclass(frozen=True)
-class Proof:
-    weightings: tuple[Weighting, ...] = ()
-    whole: Whole = frozenset()
-    reason: str = ""
-    fix: str = ""
-    is_settled: bool = False
-    seconds: float = 0.0
-    num_samples: int = 2
-
-
-class Room(Protocol):
-    """Says how many samples pass at once, without a graph, within a limit of memory."""
-
-    def measured(self) -> contextlib.AbstractContextManager[None]:
-        """Measure what runs inside: passes of two samples."""
-
-    def num_samples(self) -> int:
-        """Give how many samples the limit has room for."""
-
-
-@dataclass(frozen=True)
-class LossCheck:
-    compute_loss: ComputeLoss
-    batch: Any
-    module: nn.Module
-    _: KW_ONLY
-    loss_weight: LossWeight = "proven"
-    split_batch: SplitBatch | None = None
-    known: Proof | None = None
-    needs_split: bool = False
-    subject: str = "its loss"
-    room: Room | None = None
-
-    def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
-        if self.known is not None:
-            return list(self.known.weightings)
-        extra = () if seen is None else (seen.ignored, seen.class_weights)
-        return weightings_of(self.loss_weight, part, whole, *extra)
 
 
 def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -> Proof:
@@ -115,18 +77,12 @@ def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -
     elif check.split_batch is None:
         shared = find_shared_leaves(check.batch)
     num_samples = samples_of(check.batch, shared[0])
-    proof = Proof()
     if agree(2 if num_samples is None else num_samples) < 2:
-        return proof
-    for whole in shared:
-        with contextlib.nullcontext() if check.room is None else check.room.measured():
-            found = _prove_with(check, whole)
-        proof = found if found.weightings or not proof.reason else proof
-        # Every process runs the same number of forward passes.
-        if agree(int(bool(found.weightings) or not found.reason)):
-            break
-    if size := agree(_num_confirmed(check, proof)):
-        proof = _with_state_kept(check, lambda state: _confirm(check, proof, size, state))
+        return Proof()
+    if check.module.training and (hooks := _hooks_of_backward(check.module)):
+        return runs_for_each(hooks)
+    with _state_kept(check) as state:
+        proof = _prove_in(check, shared, state, agree)
     verdict = agree(_REFUSED if proof.reason else _PROVEN if proof.weightings else _OPEN)
     if verdict == _OPEN:
         proof = Proof()
@@ -136,61 +92,91 @@ def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -
     return replace(proof, is_settled=is_settled, seconds=time.perf_counter() - start_s)
 
 
-def _prove_with(check: LossCheck, whole: Whole) -> Proof:
-    def find(state: ModuleState) -> Proof:
-        samples = _two_samples(check, whole)
-        if samples is None:
-            return Proof()
-        return with_memory_freed(lambda: _find(check, samples, state, whole))
+def _hooks_of_backward(module: nn.Module) -> list[str]:
+    """List the parameters and modules with hooks of the user's in backward passes."""
+    kinds = ("_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
+    return [
+        f"{name or type(owner).__name__}: a hook in backward"
+        for name, owner in [*module.named_modules(), *module.named_parameters()]
+        if any(is_of_user(hook) for kind in kinds for hook in _hooks(owner, kind))
+    ][:3]
 
-    return _with_state_kept(check, find)
+
+def _hooks(owner: Any, kind: str) -> list[Any]:
+    return list((getattr(owner, kind, None) or {}).values())
 
 
-def _with_state_kept(check: LossCheck, find: Callable[[ModuleState], Proof]) -> Proof:
+@contextlib.contextmanager
+def _state_kept(check: LossCheck) -> Iterator[ModuleState]:
     with full_precision(), batch_norm_on_running_statistics(check.module):
-        state = ModuleState(check.module, check.batch)
-        # What is offloaded takes other data as values, which the state has.
-        own = [p for p in check.module.parameters() if residence_with(p) is None]
-        before = [(param, param.data) for param in own]
+        state = ModuleState(check.module, check.batch, check.optimizers, is_checked=True)
         try:
-            return find(state)
-        except ConfigurationError:  # from the result of the user's function
-            raise
-        except IncompatibleError as error:
-            problem = error.problems[0]
-            return Proof(reason=f"{problem.what}: {problem.why}", fix=problem.fix)
-        except Exception as error:
-            if check.needs_split and find_out_of_memory(error) is not None:
-                raise  # two samples do not fit: more informative than a failed proof
-            what = f"it cannot be proven that {check.subject} can be split"
-            return Proof(reason=f"{what}: {_words(error)}")
+            yield state
         finally:
             state.restore()
-            for param, data in before:
-                if key_of(param) != key_of(data):
-                    param.data = data
+        damaged = state.damaged()
+    if damaged:
+        what = ", ".join(f"`{name}`" for name in damaged)
+        why = (
+            "the step writes to it in a way that torch does not see, as NumPy does, so that a look "
+            "at the loss of a few samples has changed it"
+        )
+        fix = "Write to it with operators of torch, or set `micro_batch_size=None`."
+        raise IncompatibleError("micro_batch_size", [Problem(what, why, fix)])
 
 
-class _Samples(NamedTuple):
-    both: Any
-    one: Any
-    other: Any
+def _prove_in(
+    check: LossCheck, shared: Sequence[Whole], state: ModuleState, agree: Callable[[int], int]
+) -> Proof:
+    proof = Proof()
+    for whole in shared:
+        with contextlib.nullcontext() if check.room is None else check.room.measured():
+            found = _or_reason(check, functools.partial(_find_with, check, whole, state))
+        proof = found if found.weightings or not proof.reason else proof
+        # Every process runs the same number of forward passes.
+        if agree(int(bool(found.weightings) or not found.reason)):
+            break
+    if size := agree(_num_confirmed(check, proof)):
+        proof = _or_reason(check, functools.partial(_confirm, check, proof, size, state))
+    return proof
 
 
-def _two_samples(check: LossCheck, whole: Whole) -> _Samples | None:
+def _find_with(check: LossCheck, whole: Whole, state: ModuleState) -> Proof:
+    samples = _two_samples(check, whole)
+    if samples is None:
+        return Proof()
+    return with_memory_freed(lambda: _find(check, samples, state, whole))
+
+
+def _or_reason(check: LossCheck, find: Callable[[], Proof]) -> Proof:
+    try:
+        return find()
+    except ConfigurationError:  # from the result of the user's function
+        raise
+    except IncompatibleError as error:
+        problem = error.problems[0]
+        return Proof(reason=f"{problem.what}: {problem.why}", fix=problem.fix)
+    except Exception as error:
+        if check.needs_split and find_out_of_memory(error) is not None:
+            raise  # two samples do not fit: more informative than a failed proof
+        what = f"it cannot be proven that {check.subject} can be split"
+        return Proof(reason=f"{what}: {_words(error)}")
+
+
+def _two_samples(check: LossCheck, whole: Whole) -> Samples | None:
     """Choose the two samples that distinguish weightings best; ``None`` if there are not two."""
     batch, split_batch = check.batch, check.split_batch
     if split_batch is not None:
         both = split_batch_with(split_batch, batch, 2)[0]
         singles = split_batch_with(split_batch, both, 1)
-        return _Samples(both, *singles) if len(singles) == 2 else None
+        return Samples(both, *singles) if len(singles) == 2 else None
     limit = _NUM_LOOKED_AT if check.known is None else _NUM_LOOKED_AT_AGAIN
     first = pick_samples(batch, range(min(count_samples(batch, whole), limit)), whole)
     singles = split_samples(first, 1, whole)
     rows = read_weights(check.weightings(first, whole, None), singles)
     pairs = itertools.combinations(range(len(singles)), 2)
     i, j = max(pairs, key=lambda pair: _difference(rows, *pair))
-    return _Samples(*(pick_samples(batch, chosen, whole) for chosen in ([i, j], [i], [j])))
+    return Samples(*(pick_samples(batch, chosen, whole) for chosen in ([i, j], [i], [j])))
 
 
 def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, float, int]:
@@ -213,7 +199,7 @@ def _num_confirmed(check: LossCheck, proof: Proof) -> int:
     return 0 if _halves(check, proof, size) is None else size
 
 
-def _halves(check: LossCheck, proof: Proof, size: int) -> _Samples | None:
+def _halves(check: LossCheck, proof: Proof, size: int, start: int = 0) -> Samples | None:
     """Return some samples and their halves; ``None`` if the user's function gives none."""
     batch, split_batch = check.batch, check.split_batch
     if size == 2:
@@ -221,9 +207,10 @@ def _halves(check: LossCheck, proof: Proof, size: int) -> _Samples | None:
     if split_batch is not None:
         both = split_batch_with(split_batch, batch, size)[0]
         parts = split_batch_with(split_batch, both, size // 2)
-        return _Samples(both, *parts) if len(parts) == 2 else None
-    both = pick_samples(batch, range(size), proof.whole)
-    return _Samples(both, *split_samples(both, (size + 1) // 2, proof.whole))
+        return Samples(both, *parts) if len(parts) == 2 else None
+    start = min(start, count_samples(batch, proof.whole) - size)
+    both = pick_samples(batch, range(start, start + size), proof.whole)
+    return Samples(both, *split_samples(both, (size + 1) // 2, proof.whole))
 
 
 def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> Proof:
@@ -233,7 +220,10 @@ def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> P
         samples = _halves(check, proof, size)
         if samples is None:
             return proof
-        return replace(_confirm_with(check, proof, samples, state), num_samples=size)
+        found = _confirm_with(check, proof, samples, state)
+        if found.weightings:
+            found = _confirm_next(check, found, size, state)
+        return replace(found, num_samples=size)
 
     outside = sys.exception()
     while size > 1:
@@ -248,51 +238,100 @@ def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> P
     return proof  # by less: micro-batches may be smaller
 
 
-def _confirm_with(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
+def _confirm_with(check: LossCheck, proof: Proof, samples: Samples, state: ModuleState) -> Proof:
     """Keep the weightings that hold for these, and with state changed by the first half."""
-
-    def observe(*, is_carried: bool) -> _Observed | None:
-        return _observe_with_graph_if_needed(check, samples, state, is_carried=is_carried)
-
     rows = read_weights(proof.weightings, [*samples])
     pairs = [*zip(proof.weightings, rows, strict=True)]
-    seen = observe(is_carried=True)
+    seen = observe(check, samples, state, is_carried=True)
     if seen is None or not (any(seen.losses) or check.needs_split):
         return Proof()  # a later batch may have a loss
     if not any(seen.losses):
         return Proof(reason="the loss of its first samples is 0, so nothing can be proven")
-    if seen.carried and check.module.training:
-        names = ", ".join(f"`{name}`" for name in sorted(seen.carried))
-        return Proof(reason=f"{check.subject} {_CARRIED}: {names}")
+    if why := _why_carried(check, proof, samples, seen, state):
+        return Proof(reason=f"{check.subject} cannot be split: {why}")
     held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
     if held:
         return replace(proof, weightings=tuple(held))
-    alone = observe(is_carried=False) if state.has_changed() else None
+    alone = observe(check, samples, state) if state.has_changed() else None
     if alone is not None and any(_holds(*pair, alone) for pair in pairs):
-        return Proof(reason=f"{check.subject} {_CARRIED}")
+        return Proof(reason=f"{check.subject} cannot be split: {_CARRIED}")
     return Proof(reason=_reason(seen.losses, check, "several"))
 
 
 _CARRIED = (
-    "cannot be split: it depends on state that the previous micro-batch changed, such as a queue "
-    "or running statistics"
+    "it depends on state that the previous micro-batch changed, such as a queue or running "
+    "statistics"
 )
+_KEPT = "what it keeps for later has an entry for each sample of the batch"
+_ITEM = re.compile(r"\[\d+\]")
+_WRITTEN = "each micro-batch would change what a batch changes once"
 
 
-@dataclass(frozen=True)
-class _Observed:
-    losses: list[float]  # of both samples, of the first, of the second
-    epsilon: float
-    denominators: list[list[float]]
-    ignored: list[int]
-    class_weights: list[Tensor]
-    has_logits: bool
-    carried: frozenset[str] = frozenset()
-    """State that the second sample has read and that is other than after both together."""
+def _why_carried(
+    check: LossCheck, proof: Proof, samples: Samples, seen: Observed, state: ModuleState
+) -> str:
+    """Say which state passes from a part to the next, or is changed once for each part."""
+    if check.module.training and (carried := seen.carried()):
+        return f"{_CARRIED}: {_named(carried)}"
+    if kept := seen.kept(*(samples_of(part, proof.whole) for part in samples[:2])):
+        return f"{_KEPT}: {_named(kept)}"
+    # A list to which the step appends, as for a mean at the end, gets an entry from each part.
+    written = {n for n in seen.written() if n in state.names or not _ITEM.search(n)}
+    again = observe(check, samples, state, is_carried=True) if written else None
+    if again is not None:
+        written = {name for name in written if seen.is_repeatable(name, again)}
+    return f"{_WRITTEN}: {_named(written)}" if written else ""
 
 
-def _find(check: LossCheck, samples: _Samples, state: ModuleState, whole: Whole) -> Proof:
-    seen = _observe_with_graph_if_needed(check, samples, state)
+def _named(names: set[str]) -> str:
+    shown = [f"`{name}`" for name in sorted(names)]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def _confirm_next(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> Proof:
+    """Keep the weightings that hold for the next batch, with the state that this one leaves."""
+    written = _pass_whole(check, proof, size, state)
+    next_check = replace(check, compute_loss=check.compute_next or check.compute_loss)
+    found = _confirm_after(next_check, proof, size)
+    if not found.weightings or not written:
+        return found
+    # Averages of weights that were not updated yet are equal to them: with other values it shows.
+    _pass_whole(check, proof, size, state)
+    with torch.no_grad():
+        for tensor in written:
+            tensor.mul_(_OTHER)
+    try:
+        other = _confirm_after(next_check, proof, size)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return found  # the values may mean nothing to the step
+    is_of_state = any(why in other.reason for why in (_CARRIED, _KEPT, _WRITTEN))
+    return other if is_of_state else found
+
+
+def _confirm_after(check: LossCheck, proof: Proof, size: int) -> Proof:
+    samples = _halves(check, proof, size, start=size)
+    if samples is None:
+        return proof
+    state = ModuleState(check.module, check.batch, check.optimizers)
+    try:
+        return _confirm_with(check, proof, samples, state)
+    finally:
+        state.restore()
+
+
+def _pass_whole(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> list[Tensor]:
+    """Let some samples change the state; returns the tensors of it that they have written to."""
+    samples = _halves(check, proof, size)
+    if samples is not None:
+        observe(check, (samples.both,), state)
+    found = [t for t in state.written() if t.is_floating_point() and not t.is_inference()]
+    return [tensor for tensor in found if residence_with(tensor) is None]
+
+
+def _find(check: LossCheck, samples: Samples, state: ModuleState, whole: Whole) -> Proof:
+    seen = observe(check, samples, state)
     if seen is None:
         return Proof()
     weightings = check.weightings(samples.both, whole, seen)
@@ -300,7 +339,7 @@ def _find(check: LossCheck, samples: _Samples, state: ModuleState, whole: Whole)
     found = [pair for pair in zip(weightings, rows, strict=True) if _holds(*pair, seen)]
     if found and seen.has_logits:
         # In untrained models all samples have nearly the same loss; larger logits make them differ.
-        sharp = _observe_with_graph_if_needed(check, samples, state, is_sharp=True)
+        sharp = observe(check, samples, state, is_sharp=True)
         if sharp is not None and math.isfinite(sharp.losses[0]):
             found = [pair for pair in found if _holds(*pair, sharp)]
     if not found:
@@ -308,81 +347,7 @@ def _find(check: LossCheck, samples: _Samples, state: ModuleState, whole: Whole)
     return Proof(tuple(_preferred(found, seen.denominators)), whole)
 
 
-def _observe_with_graph_if_needed(
-    check: LossCheck,
-    samples: _Samples,
-    state: ModuleState,
-    *,
-    is_sharp: bool = False,
-    is_carried: bool = False,
-) -> _Observed | None:
-    observe = functools.partial(
-        _observe, check, samples, state, is_sharp=is_sharp, is_carried=is_carried
-    )
-    try:
-        with torch.no_grad():
-            return observe()
-    except RuntimeError as error:
-        # A training step may compute gradients itself, as for a gradient penalty.
-        if is_out_of_memory(error) or "grad" not in str(error) or ACTIVE_UPDATES:
-            raise
-    own_gradients = with_attribute(check.module.parameters(), "grad", None)
-    with torch.enable_grad(), own_gradients, contextlib.ExitStack() as stack:
-        stack.callback(leave_device, check.module)
-        return observe()
-
-
-def _observe(
-    check: LossCheck, samples: _Samples, state: ModuleState, *, is_sharp: bool, is_carried: bool
-) -> _Observed | None:
-    probe = LossProbe(state, is_sharp=is_sharp)
-    losses, denominators = [], []
-    now: dict[str, Tensor] = {}
-    left: list[dict[str, Tensor]] = []
-    for part in samples:
-        probe.denominators = []
-        # Micro-batches see state changed by earlier ones; random numbers are reset nevertheless.
-        if is_carried and part is samples.other:
-            state.restore_random()
-            keys = {name: key_of(tensor) for name, tensor in now.items()}
-            probe.watched = {key: name for name, key in keys.items() if key is not None}
-        else:
-            state.restore()
-        with probe:
-            loss = check.compute_loss(part)
-        if is_carried:
-            now = state.left_in(check.module)
-            left.append({name: tensor.clone() for name, tensor in now.items()})
-        if loss is None:
-            return None
-        losses.append(loss.detach())
-        denominators.append(probe.denominators)
-    values = [float(value) for value in torch.stack(losses).reshape(-1).tolist()]
-    return _Observed(
-        values,
-        _epsilon(losses[0], check.module),
-        [[float(count) for count in counts] for counts in denominators],
-        sorted(probe.ignored),
-        probe.class_weights[:1],
-        probe.has_logits,
-        frozenset(name for name in probe.read if _is_other(left[0].get(name), left[2].get(name))),
-    )
-
-
-# Labels that are Python's floats make float64 of the loss of a module that computes in float32.
-def _epsilon(loss: Tensor, module: nn.Module) -> float:
-    is_double = all(p.dtype == torch.float64 for p in module.parameters() if p.is_floating_point())
-    is_wider = loss.dtype == torch.float64 and not is_double
-    return torch.finfo(torch.float32 if is_wider else loss.dtype).eps
-
-
-def _is_other(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.shape != other.shape:
-        return one is not other
-    return not torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-8)
-
-
-def _holds(weighting: Weighting, weights: Sequence[float], seen: _Observed) -> bool:
+def _holds(weighting: Weighting, weights: Sequence[float], seen: Observed) -> bool:
     together, *weights = weights
     shares = shares_of(weighting, weights)
     if shares is None or (

@@ -35,6 +35,8 @@ class Weighting:
     """Whether it is the user's function."""
     labels: tuple[Path, int] | None = None
     """The leaf whose entries it counts, and the value that it leaves out; ``None`` for others."""
+    path: Path | None = None
+    """The leaf that it reads, without which there is no weight."""
 
 
 def weightings_of(
@@ -150,7 +152,7 @@ def _count(path: Path, start: int, entries: Callable[[Tensor], Tensor], text: st
         leaf = leaf_at(part, path)
         return entries(leaf[:, start:] if start else leaf).sum()
 
-    return Weighting(f"weighted by {text}", weigh)
+    return Weighting(f"weighted by {text}", weigh, path=path)
 
 
 def _check_is_number(value: Any) -> None:

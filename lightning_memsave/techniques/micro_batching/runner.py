@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from lightning_memsave.core.nested import Path, count_samples, split_samples
+from lightning_memsave.core.nested import Path, count_samples, parts_of, split_samples
 from lightning_memsave.core.out_of_memory import (
     find_out_of_memory,
     first_line,
@@ -127,6 +127,9 @@ class MicroBatchRunner:
         """Possible weightings of losses; the first one is used if they differ."""
         self.whole: frozenset[Path] = frozenset()
         """Leaves of batches that are shared by all micro-batches."""
+        self.parts: frozenset[Path] | None = None
+        """Where the batches that this is known of have tensors."""
+        self._of_others: dict[frozenset[Path], tuple[Sequence[Weighting], frozenset[Path]]] = {}
         self.prove: Callable[[Any], object] | None = None
         """Called with a batch that will be split, as long as there are no weightings."""
         self.tell_apart: Callable[[Any, bool], bool] | None = None
@@ -160,6 +163,20 @@ class MicroBatchRunner:
         self._become(Splitting.PROVEN if weightings else self._without_proof)
         self.weightings, self.whole = weightings, whole
 
+    def meet(self, batch: Any) -> bool:
+        """Use what is proven of batches with the same parts; returns whether these are others.
+
+        A part of a batch may be missing, or come later: the loss is another one then.
+        """
+        parts = parts_of(batch)
+        if self.parts == parts or self.splitting not in (Splitting.UNPROVEN, Splitting.PROVEN):
+            return False
+        if self.parts is not None:
+            self._of_others[self.parts] = self.weightings, self.whole
+            self.use(*self._of_others.get(parts, ((), frozenset())))
+        is_other, self.parts = self.parts is not None, parts
+        return is_other
+
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
         if self.size is not None and self.prove is not None and not self.weightings:
             self.prove(batch)
@@ -183,7 +200,8 @@ class MicroBatchRunner:
         return weightings_of(self._loss_weight, batch)
 
     def _shares(self, batch: Any, parts: Sequence[Any]) -> list[float] | None:
-        weightings = self.weightings_for(batch)
+        there = parts_of(batch)
+        weightings = [w for w in self.weightings_for(batch) if w.path is None or {w.path} <= there]
         asks = self.tell_apart is not None and (self.asks_together or len(parts) > 1)
         if not weightings or (len(parts) == 1 and not asks):
             return None

@@ -19,7 +19,8 @@ from lightning_memsave.errors import (
     MemoryExhaustedError,
     Problem,
 )
-from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
+from lightning_memsave.techniques.micro_batching.loss_observed import LossCheck, Proof
+from lightning_memsave.techniques.micro_batching.loss_proof import prove
 from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight, Weighting
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
@@ -226,6 +227,7 @@ class MicroBatching(Technique[Step]):
 
         def step(batch: Any) -> Tensor:
             losses.clear()
+            runner.meet(batch)
             runner.run(batch, pass_part, save_state=save_state, forget=forget)
             return sum_in_order(losses)
 
@@ -258,8 +260,7 @@ class MicroBatching(Technique[Step]):
                     raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
                 raise IncompatibleError(self.name, [problem])
             runner.use(proof.weightings, proof.whole)
-            if proof.is_settled:
-                runner.tell_apart = None
+            runner.tell_apart = None if proof.is_settled else tell_apart
 
         def prove_first(batch: Any) -> None:
             if not any(map(is_fake, module.parameters())):

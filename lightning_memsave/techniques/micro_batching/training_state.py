@@ -6,16 +6,13 @@ import functools
 import sys
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from lightning_memsave.core.memory import host_copies, is_fake
-from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.saved_state import (
     CONTAINERS,
@@ -23,18 +20,16 @@ from lightning_memsave.core.saved_state import (
     bytes_of,
     copy_of,
     devices_of,
-    generator_state,
     is_plain,
     is_same,
     nbytes_of,
     once,
     refill,
-    set_generator,
-    values_in,
     with_attribute,
     write_back,
 )
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
+from lightning_memsave.techniques.micro_batching.module_state import is_metric
 from lightning_memsave.techniques.residences import leave_device
 
 _MAX_STATE_BYTES = 2**20  # larger tensors in attributes of modules are assumed to be data
@@ -236,11 +231,11 @@ class _Attributes:
         self._values |= {name: value for name, (_, value) in self._of_graphs.items()}
         values = list(self._values.values())
         self._containers = [(v, copy.copy(v)) for v in values if type(v) in CONTAINERS]
-        is_metric = _is_metric(module)  # its tensors are state, of any size
+        is_state = is_metric(module)  # its tensors are state, of any size
         self._tensors = [
             (value, copy_of(value))
             for value in values
-            if isinstance(value, Tensor) and (is_metric or nbytes_of(value) <= _MAX_STATE_BYTES)
+            if isinstance(value, Tensor) and (is_state or nbytes_of(value) <= _MAX_STATE_BYTES)
         ]
 
     def tensors(self) -> list[tuple[nn.Module, Tensor, Tensor]]:
@@ -281,108 +276,7 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
-# Without an import of torchmetrics there is no metric.
-def _is_metric(module: nn.Module) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
-
-
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
-
-
-class ModuleState:
-    """Attributes of modules, the contents of their containers, random states, and what is trained.
-
-    Tensors are copied only before something writes to them: see `save_before_write`.
-    """
-
-    def __init__(self, module: nn.Module, batch: Any) -> None:
-        self._containers: list[tuple[Any, Any]] = []
-        self._generators: list[tuple[Any, Any]] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._saved: dict[int, torch.UntypedStorage] = {}
-        self._seen: set[int] = set()
-        self._trained = [(param, param.requires_grad) for param in module.parameters()]
-        self._visit(module)
-        for _, leaf in leaves_of(batch):
-            self._visit(leaf)
-        self._random = RandomState(devices_of(module))
-
-    def owns(self, tensor: Tensor) -> bool:
-        return key_of(tensor) in self._storages
-
-    def save_before_write(self, tensor: Tensor) -> None:
-        key = key_of(tensor)
-        if key in self._storages and key not in self._saved:
-            self._saved[key] = self._storages[key].clone()
-
-    def has_other_values(self, tensor: Tensor) -> bool:
-        """Return whether the storage of a tensor has other bytes; never of a fake tensor."""
-        saved = None if is_fake(tensor) else self._saved.get(key_of(tensor) or 0)
-        if saved is None:
-            return False
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        now = empty.clone().set_(tensor.untyped_storage())
-        return not torch.equal(now, empty.set_(saved))
-
-    def left_in(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the buffers and tensors of attributes, by name, that are not what they were."""
-        held = {
-            f"{name}.{'.'.join(map(str, path))}".lstrip("."): tensor
-            for name, owner in module.named_modules()
-            if not _is_metric(owner)
-            for path, tensor in leaves_of({**owner._buffers, **dict(_own(owner))})
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
-        }
-        return {
-            name: tensor.detach()
-            for name, tensor in held.items()
-            if not self.owns(tensor) or self.has_other_values(tensor)
-        }
-
-    def has_changed(self) -> bool:
-        return bool(self._saved) or not all(is_same(*pair) for pair in self._containers)
-
-    def restore(self) -> None:
-        for key, values in self._saved.items():
-            self._storages[key].copy_(values)
-        for param, _ in self._trained:  # where it is offloaded, the device has other values
-            if self._saved and key_of(param) in self._saved:
-                increment_version(param)
-        self._saved.clear()
-        for container, contents in reversed(self._containers):
-            if not is_same(container, contents):
-                refill(container, contents)
-        for param, is_trained in self._trained:
-            param.requires_grad = is_trained
-        self.restore_random()
-
-    def restore_random(self) -> None:
-        for generator, state in self._generators:
-            set_generator(generator, state)
-        self._random.restore()
-
-    def _visit(self, value: Any) -> None:
-        if isinstance(value, nn.Module):
-            # Sharded strategies replace parameters in forward, and restore them themselves.
-            self._seen.add(id(value._parameters))
-            for parameter in value._parameters.values():
-                self._visit(parameter)
-            value = vars(value)
-        if isinstance(value, Tensor):
-            storage = _storage_of(value)
-            if storage is not None:
-                self._storages[int(storage._cdata)] = storage
-        elif isinstance(value, list | dict | set | deque | tuple):
-            if id(value) in self._seen:
-                return
-            self._seen.add(id(value))
-            if not isinstance(value, tuple):
-                self._containers.append((value, value.copy()))
-            for item in list(value.values() if isinstance(value, dict) else value):
-                self._visit(item)
-        elif (state := generator_state(value)) is not None:
-            self._generators.append((value, state))
 
 
 def batch_norm_on_running_statistics(
@@ -430,16 +324,3 @@ def _forbid_tf32() -> Callable[[], None]:
 def _set_fp32_precision(backends: Sequence[Any], precisions: Sequence[str]) -> None:
     for backend, precision in zip(backends, precisions, strict=True):
         backend.fp32_precision = precision
-
-
-def key_of(tensor: Tensor) -> int | None:
-    """Return what tells a storage apart from all others that are alive; ``None`` without one."""
-    storage = _storage_of(tensor)
-    return None if storage is None else int(storage._cdata)
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        return values_in(tensor).untyped_storage()
-    except RuntimeError:  # opaque layouts and some subclasses have none
-        return None
