@@ -135,7 +135,6 @@ NAMES = (
     Names("torch.nn:Module", "_non_persistent_buffers_set", "micro_batch_size"),
     Names("torch.nn:Module", "_forward_pre_hooks", "low_precision_weights"),
     Names("torch.nn.modules.batchnorm", "_BatchNorm"),
-    Names("torch.nn.modules.batchnorm", "_NormBase", "activation_checkpointing"),
     Names("torch.nn.modules.conv", "_ConvNd"),
     # The feed-forward layers have no module of their own.
     Names("torch.nn:TransformerEncoderLayer", "_ff_block", "activation_checkpointing"),
