@@ -169,6 +169,10 @@ class Snapshot:
         """Let more values be restored."""
         self._values += values
 
+    def counted_tensors(self) -> list[Tensor]:
+        """List the tensors with values here that have version counters."""
+        return [v.tensor for v in self._values if not v.tensor.is_inference()]
+
     def replaced(self) -> "Snapshot":
         """Restore everything, and return what was there instead; may be called again."""
         now = Snapshot((), ())

@@ -124,6 +124,7 @@ NAMES = (
     Names("torch._C", "_autograd _current_autograd_node _current_graph_task_id"),
     Names("torch._C", "_will_engine_execute_node"),
     Names("torch._C:_autograd", "_top_saved_tensors_default_hooks"),
+    Names("torch._C:_autograd", "_unsafe_set_version_counter", "activation_checkpointing"),
     Names("torch._C:_autograd", "_get_sequence_nr", "predict"),
     # In torch 2.10 of the class of each kind of node, not of `Node`.
     Names("torch._C:_functions.AccumulateGrad", "_sequence_nr"),

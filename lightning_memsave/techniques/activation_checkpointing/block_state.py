@@ -64,6 +64,8 @@ class BlockState:
         self._known: dict[int, Reachable] = {}
         self.changing: set[str] = set()
         """Names of parameters and large tensors that forward changes."""
+        self.rewritten: set[str] = set()
+        """Names of those to which forward writes the values that they have."""
         self.draws = False
         """Forward draws random numbers of Python or NumPy."""
         self._find_modules()
@@ -150,7 +152,7 @@ class BlockPass:
 
     def leave(self) -> None:
         """End the forward pass: learn what it has changed."""
-        changed = self._watch.changed()
+        changed = self._watch.changed(self._state.rewritten)
         self._state.changing |= changed.keys()
         self._snapshot.add(changed.values())
         if self._random is not None and not self._state.draws:
@@ -166,6 +168,8 @@ class BlockPass:
         self._refuse_changes()
         self._state.learn_names(self._snapshot.changed())
         random = None if self._random is None else RandomState(set())
+        counted = (*self._state.parameters.values(), *self._snapshot.counted_tensors())
+        versions = [t._version for t in counted]
         modes = [m.training for m in self._state.modules]
         params = [*self._state.parameters.values()]
         trained = [p.requires_grad for p in params]
@@ -176,6 +180,9 @@ class BlockPass:
 
         def undo() -> None:
             now.restore()
+            # The values are those from before: for autograd nothing has been written.
+            if [t._version for t in counted] != versions:
+                torch._C._autograd._unsafe_set_version_counter(counted, tuple(versions))
             self._set_flags(modes, trained)
             if random is not None:
                 random.restore()
@@ -208,24 +215,26 @@ class _Watch:
     """Parameters and large tensors whose values are compared before and after a forward pass."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        fake = {n: t for n, t in tensors.items() if is_without_values(t)}
-        self._fake = {n: (t, t._version, t.data) for n, t in fake.items()}
-        self._tensors = {n: (t, t.data) for n, t in tensors.items() if n not in fake}
+        self._versions = {n: t._version for n, t in tensors.items()}
+        self._fake = {n: (t, t.data) for n, t in tensors.items() if is_without_values(t)}
+        self._tensors = {n: (t, t.data) for n, t in tensors.items() if n not in self._fake}
         self._before = fingerprints(t for t, _ in self._tensors.values())
         self._copies = [*host_copies_of(t for t, _ in self._tensors.values())]
 
-    def changed(self) -> dict[str, Values]:
+    def changed(self, rewritten: set[str]) -> dict[str, Values]:
         """Return the values from before, by name, of tensors that have others now."""
-        changed: dict[str, Values] = {
+        changed = {
             name: Values(tensor, alias, torch.empty_like(alias))
-            for name, (tensor, version, alias) in self._fake.items()
-            if tensor._version != version
+            for name, (tensor, alias) in self._fake.items()
+            if tensor._version != self._versions[name]
         }
         after = fingerprints(t for t, _ in self._tensors.values())
         pairs = zip(self._tensors.items(), self._copies, self._before, after, strict=True)
         for (name, (tensor, alias)), copy, old, new in pairs:
             if old != new:
                 changed[name] = Values(tensor, alias, copy.to(alias.device))
+            elif tensor._version != self._versions[name]:
+                rewritten.add(name)
         self._before = after
         self._fake, self._copies = {}, []
         return changed
@@ -248,9 +257,10 @@ class _Counters:
     def _versions(self) -> list[int]:
         return [t._version for t in self._tensors.values()]
 
-    def changed(self) -> dict[str, Values]:
+    def changed(self, rewritten: set[str]) -> dict[str, Values]:
         """Warn of tensors that have changed, and return the values that they have now."""
-        changed = {name: Values(self._tensors.pop(name)) for name in self.changed_since()}
+        names = [name for name in self.changed_since() if name not in rewritten]
+        changed = {name: Values(self._tensors.pop(name)) for name in names}
         self._before = self._versions()
         if changed:
             warnings.warn(
