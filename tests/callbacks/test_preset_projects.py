@@ -138,6 +138,8 @@ OWN_HOOKS: dict[str, Any] = {
     "backward": two_passes,
     "optimizer_step": every_second,
 }
+RUN_PER_PART: dict[str, tuple[str, ...]] = dict.fromkeys(OWN_HOOKS, ())
+RUN_PER_PART |= dict.fromkeys(("optimizer_zero_grad", "backward"), ("micro_batch_size",))
 BY_HAND = "automatic_optimization=False"
 PROJECTS = {
     "plain": Project(make_lit),
@@ -150,7 +152,9 @@ PROJECTS = {
         },
     ),
     **{
-        hook: Project(lit_with(**{hook: method}), {UPDATES: f"Lit.{hook}"})
+        hook: Project(
+            lit_with(**{hook: method}), dict.fromkeys((UPDATES, *RUN_PER_PART[hook]), f"Lit.{hook}")
+        )
         for hook, method in OWN_HOOKS.items()
     },
     "callback that reads gradients": Project(

@@ -160,19 +160,22 @@ def all_state(module: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_nothing_that_a_failed_try_changed_stays(is_training):
-    """Whatever its first forward pass did, the second try finds the module as the first did."""
-    found = []
+    """Whatever its first forward pass did, the second try would find the module as it did."""
     model = Stateful().train(is_training)
-
-    def loss_of(batch):
-        found.append(copy.deepcopy(all_state(model)))
-        return model(batch).square().mean()
-
-    tensor = model.in_place
-    MicroBatching(module=model).apply(loss_of).target(torch.randn(8, 6))
-    assert_same(*found[:2])
+    tensor, before = model.in_place, copy.deepcopy(all_state(model))
+    state = TrainingState(model, gradients="keep")
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.randn(8, 6))
+    state.restore()
+    assert_same(before, all_state(model))
     assert model.in_place is tensor
-    assert model.num_calls == len(model.outputs) == model.totals["calls"] == 2
+
+
+def test_what_changes_with_each_part_is_named():
+    model = Stateful()
+    step = MicroBatching(module=model).apply(lambda batch: model(batch).square().mean()).target
+    with pytest.raises(MemoryExhaustedError, match="entry for each sample of the batch: `cache`"):
+        step(torch.randn(8, 6))
 
 
 def test_buffers_of_inference_are_put_back():

@@ -128,7 +128,7 @@ def test_bindings():
     module.scores, module.counts = np.zeros(3), {1}
     before = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers")}
     state = ModuleState(module, {})
-    module.weight = nn.Parameter(torch.zeros(2))
+    weight, module.weight = module.weight, nn.Parameter(torch.zeros(2))
     module.buffer = torch.zeros(2)
     module.frozen.requires_grad = True
     module.new, module.attribute = 1, None
@@ -136,8 +136,9 @@ def test_bindings():
     module.slots.inner["more"] = module.box.value = torch.zeros(1)
     module.scores[1] = 1.0
     module.counts.add(2)
-    module.weight.grad = torch.ones(2)
+    weight.grad = torch.ones(NUM_VALUES)
     state.restore()
+    state.restore_gradients()
     assert {name: dict(vars(module)[name]) for name in before} == before
     assert not module.frozen.requires_grad
     assert not hasattr(module, "new")

@@ -114,6 +114,7 @@ def _state_kept(check: LossCheck) -> Iterator[ModuleState]:
             yield state
         finally:
             state.restore()
+            state.restore_gradients()
         damaged = state.damaged()
     if damaged:
         what = ", ".join(f"`{name}`" for name in damaged)
@@ -248,7 +249,8 @@ def _confirm_with(check: LossCheck, proof: Proof, samples: Samples, state: Modul
     if not any(seen.losses):
         return Proof(reason="the loss of its first samples is 0, so nothing can be proven")
     if why := _why_carried(check, proof, samples, seen, state):
-        return Proof(reason=f"{check.subject} cannot be split: {why}")
+        fix = "" if why.startswith(_CARRIED) else _ONCE
+        return Proof(reason=f"{check.subject} cannot be split: {why}", fix=fix)
     held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
     if held:
         return replace(proof, weightings=tuple(held))
@@ -264,6 +266,7 @@ _CARRIED = (
 )
 _KEPT = "what it keeps for later has an entry for each sample of the batch"
 _ITEM = re.compile(r"\[\d+\]")
+_ONCE = "Do that once for a batch, in `on_train_batch_end`, or set `micro_batch_size=None`."
 _WRITTEN = "each micro-batch would change what a batch changes once"
 
 

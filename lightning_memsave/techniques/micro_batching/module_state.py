@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memsave.blocks.snapshot import fingerprints, is_there
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.core.saved_state import (
@@ -36,7 +38,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _TOLERANCE = 1e-6  # of the same sums in another order
 _MAX_ITEMS = 10_000  # longer containers are assumed to hold data
-_ROW = 4096  # elements of a row of a fingerprint
 # Objects of these are no state of a step; nor are those of the standard library.
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memsave"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -61,7 +62,9 @@ class ModuleState:
         optimizers: Sequence[Any] = (),
         is_checked: bool = False,
     ) -> None:
-        self._module, self._roots = module, [("", module), *_roots_of(optimizers)]
+        # Those of scripted modules are in none of their attributes.
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        self._module, self._roots = module, [("", module), *tensors, *_roots_of(optimizers)]
         self._holders: list[tuple[Any, Any]] = []
         self._types: list[tuple[Any, type]] = []
         self._generators: list[tuple[Any, Any]] = []
@@ -78,9 +81,8 @@ class ModuleState:
         self._left = set() if is_alone else {id(m._parameters) for m in module.modules()}
         for name, value in held_in([*self._roots, *leaves_of(batch)]):
             self._keep(name, value)
-        if is_checked:
-            for known in self._storages.values():
-                known.take_print()
+        self._printed = [known for known in self._storages.values() if known.may_be_printed()]
+        self._prints = _fingerprints(self._printed) if is_checked else []
         self._random = RandomState(devices_of(module))
 
     def owns(self, tensor: Tensor) -> bool:
@@ -152,12 +154,16 @@ class ModuleState:
         for tensor, before in self._moved():
             tensor.data = before
             changed.add(key_of(before) or 0)
-        for tensor, is_trained, grad in self._tensors:
+        for tensor, is_trained, _ in self._tensors:
             # Where it is offloaded, the device has other values.
             if changed and not tensor.is_inference() and key_of(tensor) in changed:
                 increment_version(tensor)
             if tensor.is_leaf and tensor.requires_grad != is_trained:
                 tensor.requires_grad = is_trained
+
+    def restore_gradients(self) -> None:
+        """Give tensors the gradients that they had."""
+        for tensor, _, grad in self._tensors:
             if tensor.is_leaf and tensor.grad is not grad:
                 tensor.grad = grad
 
@@ -168,11 +174,13 @@ class ModuleState:
 
     def damaged(self) -> list[str]:
         """List the large tensors, by name, that could not be restored."""
-        return [known.name for known in self._storages.values() if known.is_damaged()]
+        now = _fingerprints(self._printed) if self._prints else []
+        pairs = zip(self._printed, now, self._prints, strict=bool(now))
+        return [known.name for known, after, before in pairs if after != before]
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
         pairs = [pair for pair in self._places if not is_lazy(pair[0])]
-        return [(tensor, before) for tensor, before in pairs if _place(tensor) != _place(before)]
+        return [(tensor, before) for tensor, before in pairs if not is_there(tensor, before)]
 
     def _of(self, tensor: Tensor) -> "_Storage | None":
         return self._storages.get(key_of(tensor) or 0)
@@ -225,8 +233,7 @@ class _Storage:
         self.name, self.storage, self.num_bytes = name, storage, storage.nbytes()
         is_there = is_known and (self.num_bytes == 0 or _pointer_of(storage) != 0)
         self.is_on_host = is_there and storage.device.type == "cpu"
-        self._may_have_print = is_there and storage.device.type in ("cpu", "cuda")
-        self._print: list[Any] = []
+        self._is_there = is_there and storage.device.type in ("cpu", "cuda")
 
     def read(self) -> bytes:
         return ctypes.string_at(self.storage.data_ptr(), self.num_bytes) if self.num_bytes else b""
@@ -243,8 +250,10 @@ class _Storage:
             return self.read() != self.copy
         if self.saved is None:
             return False
-        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return not torch.equal(empty.clone().set_(self.storage), empty.set_(self.saved))
+        return not torch.equal(self.as_bytes(self.storage), self.as_bytes(self.saved))
+
+    def as_bytes(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def restore(self) -> bool:
         """Give it its bytes; returns whether it may have had others."""
@@ -259,32 +268,13 @@ class _Storage:
             ctypes.memmove(self.storage.data_ptr(), self.copy, self.num_bytes)
         return True
 
-    def take_print(self) -> None:
-        if self._may_have_print and self.copy is None and self.num_bytes:
-            self._print = _fingerprint(self.storage)
-
-    def is_damaged(self) -> bool:
-        if not self._print:
-            return False
-        now = _fingerprint(self.storage)
-        return not all(bool((a == b).all()) for a, b in zip(now, self._print, strict=True))
+    def may_be_printed(self) -> bool:
+        return self._is_there and self.copy is None and self.num_bytes > 0
 
 
-# By numpy on the host: no operator that modes of torch would see.
-def _fingerprint(storage: torch.UntypedStorage) -> list[Any]:
-    """Sum the rows and the columns of the bytes, read as 64-bit integers."""
-    num_words = storage.nbytes() // 8
-    words: Any
-    if storage.device.type == "cpu":
-        memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        words, tail = np.frombuffer(memory, np.int64, num_words), np.frombuffer(memory, np.uint8)
-    else:
-        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        tail = empty.set_(storage)
-        words = tail[: num_words * 8].view(torch.int64)
-    num_whole = num_words // _ROW * _ROW
-    rows = words[:num_whole].reshape(-1, _ROW)
-    return [rows.sum(0), rows.sum(1), words[num_whole:] + 0, tail[num_words * 8 :] + 0]
+def _fingerprints(storages: Iterable[_Storage]) -> list[int]:
+    with torch.no_grad(), _disable_current_modes():
+        return fingerprints([known.as_bytes(known.storage) for known in storages])
 
 
 def held_in(roots: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
@@ -427,10 +417,6 @@ def _fill(holder: Any, contents: Any) -> None:
 def is_metric(module: nn.Module) -> bool:
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
-
-
-def _place(tensor: Tensor) -> Any:
-    return key_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def key_of(tensor: Tensor) -> int | None:
