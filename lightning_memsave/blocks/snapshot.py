@@ -200,15 +200,15 @@ class Snapshot:
 
     def replaced(self) -> "Snapshot":
         """Restore everything, and return what was there instead; may be called again."""
-        now = Snapshot((), ())
-        for each in self.changed():
-            now._names += [(names, dict(names)) for names, _ in each.names]
-            for names, before in each.names:
-                _bind(names, before)
-        now._containers = [(c, c.copy()) for c, _ in self._containers]
-        now._generators = [(g, generator_state(g)) for g, _ in self._generators]
+        now, pairs = Snapshot((), ()), [pair for each in self.changed() for pair in each.names]
+        # First all that needs memory, which there may not be.
         with torch.no_grad():
             now._values = [Values(each.tensor) for each in self._values]
+        now._names = [(names, dict(names)) for names, _ in pairs]
+        now._containers = [(c, c.copy()) for c, _ in self._containers]
+        now._generators = [(g, generator_state(g)) for g, _ in self._generators]
+        for names, before in pairs:
+            _bind(names, before)
         self._refill()
         return now
 
