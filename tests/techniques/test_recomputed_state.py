@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import ActivationCheckpointing
+from lightning_memsave import ActivationCheckpointing, Offloading
 from lightning_memsave.errors import ExactnessWarning, IncompatibleError
 
 WIDTH = 6
@@ -354,13 +354,15 @@ def test_awkward_blocks_train_as_without(kind, which):
         assert bool(one.isfinite().all())
 
 
-def test_flags_that_others_change_are_those_of_forward_in_recomputation():
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_flags_that_others_change_are_those_of_forward_in_recomputation(is_offloaded):
     def run(*, is_ours: bool) -> list[Any]:
         torch.manual_seed(0)
         layers = (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.BatchNorm1d(WIDTH))
         model = nn.Sequential(*[nn.Sequential(*copy.deepcopy(layers)) for _ in range(3)])
         technique = ActivationCheckpointing(blocks=lambda name, _: name.isdecimal())
         handle = technique.apply(model) if is_ours else None
+        moves = Offloading("optimizer", min_bytes=4).apply(model) if is_offloaded else None
         for step in range(6):
             model.train()
             loss = model(torch.randn(8, WIDTH)).square().mean()
@@ -372,8 +374,8 @@ def test_flags_that_others_change_are_those_of_forward_in_recomputation():
             assert not model[2][2].training
             assert model[1][1].p == 0.1 * step
             assert model[2][0].weight.requires_grad is (step % 2 == 0)
-        if handle is not None:
-            handle.undo()
+        for each in filter(None, (moves, handle)):
+            each.undo()
         return [p.grad for p in model.parameters()] + [*model.buffers()]
 
     assert_same(run(is_ours=False), run(is_ours=True))
