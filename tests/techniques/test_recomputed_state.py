@@ -6,6 +6,7 @@ Each case is trained plain and recomputed in one process, from one seed, and com
 import copy
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import ActivationCheckpointing
+from lightning_memsave import ActivationCheckpointing, Offloading
 from lightning_memsave.errors import ExactnessWarning, IncompatibleError
 
 WIDTH = 6
@@ -157,10 +158,14 @@ def make_net(kind: str, way: str, place: str, size: int = WIDTH) -> Net:
     return net
 
 
-@pytest.mark.parametrize("which", ["all", "selective"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+# Each second one selectively: seven ways are an odd number, so that each kind and way meets both.
+CASES = [
+    (*case, ("all", "selective")[number % 2])
+    for number, case in enumerate(itertools.product(KINDS, PLACES, WAYS))
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "way", "which"), CASES)
 def test_state_is_seen_as_forward_saw_it_and_changed_once(kind, place, way, which):
     is_weight = kind in ("frozen", "trained") and way != "assign"
 
@@ -281,6 +286,26 @@ class Grows(nn.Module):
         return x + self.norm(torch.tanh(self.linear(x))) + self.seen.clone()
 
 
+class Section:
+    def __init__(self, **names: Any) -> None:
+        vars(self).update(names)
+
+
+class HasSettings(nn.Module):
+    """Holds a tree of settings, a number in which forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = {f"name_{i}": {"a": [0.1 * i], "b": i} for i in range(40)}
+        self.settings: Any = Section(model=Section(**names), rate=1.0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settings.rate *= 1.1
+        self.settings.model.name_3["a"].append(self.settings.rate)
+        return x + torch.tanh(self.linear(x)) * sum(self.settings.model.name_3["a"])
+
+
 class KeepsGraph(nn.Module):
     """An auxiliary loss in an attribute, with its graph."""
 
@@ -296,7 +321,7 @@ class KeepsGraph(nn.Module):
 
 
 @pytest.mark.parametrize("which", ["all", "nested", "selective"])
-@pytest.mark.parametrize("kind", [BatchRenorm, Counts, Observed, Grows, KeepsGraph])
+@pytest.mark.parametrize("kind", [BatchRenorm, Counts, Observed, Grows, KeepsGraph, HasSettings])
 @pytest.mark.filterwarnings("ignore:.*(Lazy|lazy|torch.ao|quantization).*")
 def test_awkward_blocks_train_as_without(kind, which):
     def run(*, is_ours: bool) -> list[Any]:
@@ -329,13 +354,15 @@ def test_awkward_blocks_train_as_without(kind, which):
         assert bool(one.isfinite().all())
 
 
-def test_flags_that_others_change_are_those_of_forward_in_recomputation():
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_flags_that_others_change_are_those_of_forward_in_recomputation(is_offloaded):
     def run(*, is_ours: bool) -> list[Any]:
         torch.manual_seed(0)
         layers = (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.BatchNorm1d(WIDTH))
         model = nn.Sequential(*[nn.Sequential(*copy.deepcopy(layers)) for _ in range(3)])
         technique = ActivationCheckpointing(blocks=lambda name, _: name.isdecimal())
         handle = technique.apply(model) if is_ours else None
+        moves = Offloading("optimizer", min_bytes=4).apply(model) if is_offloaded else None
         for step in range(6):
             model.train()
             loss = model(torch.randn(8, WIDTH)).square().mean()
@@ -347,8 +374,8 @@ def test_flags_that_others_change_are_those_of_forward_in_recomputation():
             assert not model[2][2].training
             assert model[1][1].p == 0.1 * step
             assert model[2][0].weight.requires_grad is (step % 2 == 0)
-        if handle is not None:
-            handle.undo()
+        for each in filter(None, (moves, handle)):
+            each.undo()
         return [p.grad for p in model.parameters()] + [*model.buffers()]
 
     assert_same(run(is_ours=False), run(is_ours=True))

@@ -61,6 +61,7 @@ class BlockState:
         self._modules = modules
         self._num_passes = 0
         self._also_kept: set[int] = set()
+        self._of_settings: set[int] = set()
         self._known: dict[int, Reachable] = {}
         self.changing: set[str] = set()
         """Names of parameters and large tensors that forward changes."""
@@ -79,6 +80,8 @@ class BlockState:
             for n, m in root.named_modules()
         }
         self.modules = [m for _, m in named.values()]
+        self.params = [p for m in self.modules for p in m._parameters.values() if p is not None]
+        """All of them; below those whose values can be compared."""
         self.parameters = {
             f"{path}.{name}".lstrip("."): param
             for path, module in named.values()
@@ -116,11 +119,15 @@ class BlockState:
             del self._known[key]
         found = []
         for path, module in self._owners:
-            each = self._known.get(id(module))
-            if each is None:
-                each = Reachable(module, path)
+            key = id(module)
+            is_shallow = not of_all and key in self._of_settings and key not in self._also_kept
+            each = self._known.get(key)
+            if each is None or (of_all and key in self._of_settings):
+                each = Reachable(module, path, is_shallow=is_shallow)
+                if each.is_of_settings:
+                    self._of_settings.add(key)
                 if not each.is_deep:  # its tensors must not live longer than the user lets them
-                    self._known[id(module)] = each
+                    self._known[key] = each
             found.append(each)
         return found + [Reachable(m, path) for path, m in self._others if of_all]
 
@@ -146,7 +153,7 @@ class BlockPass:
         distinct = {id(t): t for t in (*small.values(), *kept.values())}
         self._snapshot = Snapshot(found, distinct.values())
         self._modes = [m.training for m in state.modules]
-        self._trained = [p.requires_grad for p in state.parameters.values()]
+        self._trained = [p.requires_grad for p in state.params]
         self._random = RandomState(set()) if is_watched or state.draws else None
         self._watch = _Watch(large) if is_watched else _Counters(large, state.title)
 
@@ -171,8 +178,7 @@ class BlockPass:
         counted = (*self._state.parameters.values(), *self._snapshot.counted_tensors())
         versions = [t._version for t in counted]
         modes = [m.training for m in self._state.modules]
-        params = [*self._state.parameters.values()]
-        trained = [p.requires_grad for p in params]
+        trained = [p.requires_grad for p in self._state.params]
         now = self._snapshot.replaced()
         self._set_flags(self._modes, self._trained)
         if self._random is not None:
@@ -190,7 +196,7 @@ class BlockPass:
         return undo
 
     def _set_flags(self, modes: list[bool], trained: list[bool]) -> None:
-        modules, params = self._state.modules, [*self._state.parameters.values()]
+        modules, params = self._state.modules, self._state.params
         if modes != [m.training for m in modules] and len(modes) == len(modules):
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
