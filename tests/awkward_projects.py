@@ -403,7 +403,7 @@ class StepWrites(Project):
 
 
 class SizedInTheFirstStep(Project):
-    """A buffer gets its size in the first step, as those of observers do, and a layer too."""
+    """A buffer gets its size in the first step, as those of observers do."""
 
     smallest: Tensor
 
@@ -420,6 +420,14 @@ class SizedInTheFirstStep(Project):
                 self.smallest.copy_(torch.minimum(self.smallest, hidden.detach()[0, 0]))
             hidden = hidden.clamp(min=self.smallest - 1.0)
         return hidden
+
+
+class LazyHead(Project):
+    """A layer gets its size, and its weights, in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(NUM_WORDS)
 
 
 class StepCounts(Project):

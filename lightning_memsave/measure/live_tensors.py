@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -238,7 +239,7 @@ class LiveTensors(TorchDispatchMode):
                 self._claim(buffer, "buffer")
         for parameter in module.parameters():
             self._claim_gradient(parameter)
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_lazy(parameter):
                 register: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
                 self._undo.append(register(self._claim_gradient).remove)
         for ref in self._optimizers:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.core.nested import attributes_of, items_of
 
@@ -69,6 +70,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):  # a DTensor names its mesh too
                 yield from storages_of(inner)
+        return
+    if is_lazy(tensor):  # it gets its size in the first forward pass
         return
     layout = tensor.layout
     if layout is torch.strided:

@@ -80,7 +80,7 @@ def test_a_module_in_bfloat16_is_called_outside_of_steps(project, name):
     assert run(project, SETTINGS[name][0], "plain", drops=True)["error"] is None
 
 
-@pytest.mark.parametrize("project", ["StepWrites", "SizedInTheFirstStep", "StepCounts"])
+@pytest.mark.parametrize("project", ["StepWrites", "SizedInTheFirstStep", "LazyHead", "StepCounts"])
 @pytest.mark.parametrize("settings", [{}, {"preset": "bitwise"}, {"micro_batch_size": "halve"}])
 def test_a_look_at_the_loss_changes_nothing(project, settings):
     given = {"preset": "off", **settings} if "micro_batch_size" in settings else settings

@@ -107,7 +107,7 @@ class Observed:
 
     def carried(self) -> set[str]:
         """List the state that the second part has read, and that is other than after all."""
-        return self.read & self.written()
+        return self.written() & self.read
 
     def written(self) -> set[str]:
         """List the state that is not the same after both parts as after all samples at once."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memsave.core.optimizers import parameters_of
@@ -211,6 +212,10 @@ class OptimizerInBackward(Technique[Optimizer]):
             why = "parameters would be updated before their gradients are averaged"
             fix = "Train on one device, or set `optimizer_in_backward=None`."
             problems.append(Problem(f"{dist.get_world_size()} processes", why, fix))
+        if any(map(is_lazy, parameters_of(target))):
+            why = "parameters of lazy layers get their size in the first forward pass only"
+            fix = "Call the model once before the fit, or set `optimizer_in_backward=None`."
+            problems.append(Problem(f"`{name}`", why, fix))
         if self.clip_norm is not None and residence_among(_trained(target)) is not None:
             problems.append(norm_problem(f"`clip_norm={self.clip_norm}`"))
         if not (self.trust_optimizer or may_update_alone(target)):
