@@ -8,7 +8,16 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_memsave.errors import IncompatibleError
-from tests.callbacks.lit import WithLoss, assert_same, fit, make_lit, model_step, only, rows_of
+from tests.callbacks.lit import (
+    LIGHTNING,
+    WithLoss,
+    assert_same,
+    fit,
+    make_lit,
+    model_step,
+    only,
+    rows_of,
+)
 from tests.cases import WIDTH
 
 pytestmark = pytest.mark.usefixtures("no_prediction")
@@ -78,9 +87,11 @@ def test_is_refused_where_earlier_batches_have_gradients():
 
 
 def test_is_undone_in_the_first_part():
+    parts: list[int] = []  # but those of the proof, which have no gradients
+
     def training_step(self, batch, batch_idx):
-        self.parts = getattr(self, "parts", 0) + 1
-        return (inner_backward if self.parts % 2 else model_step)(self, batch, batch_idx)
+        parts.extend([batch_idx] * torch.is_grad_enabled())
+        return (inner_backward if len(parts) % 2 else model_step)(self, batch, batch_idx)
 
     expected = fit(lit_with_step(model_step), only(2))
     assert_same(fit(lit_with_step(training_step), only(2)), expected)
@@ -129,17 +140,37 @@ def test_hooks_before_zeroing_see_old_gradients_after_the_step(settings):
     assert found[0][3] > 0
 
 
-def test_hooks_before_zeroing_run_between_first_forward_and_backward(package):
+HOOKS = ("on_before_backward", "on_before_zero_grad", "on_after_backward")
+
+
+def lit_with_hooks(events, package, *names):
+    methods = {n: lambda self, *_, name=n: events.append(name) for n in names}
+    update = lambda self, optimizer: events.append("update")  # noqa: E731
+    return noting(events, package=package, on_before_optimizer_step=update, **methods)
+
+
+def test_hooks_before_zeroing_run_between_forward_and_backward(package):
     events: list[str] = []
-    lit = noting(
-        events,
-        package=package,
-        on_before_backward=lambda self, loss: events.append("backward"),
-        on_before_zero_grad=lambda self, optimizer: events.append("zero"),
-        on_before_optimizer_step=lambda self, optimizer: events.append("update"),
-    )
+    lit = lit_with_hooks(events, package, *HOOKS)
+    fit(lit, only("auto"), package=package, limit_train_batches=1, limit_val_batches=0)
+    assert events[-5:] == ["step", *HOOKS[1::-1], HOOKS[2], "update"]
+
+
+def test_hooks_after_backward_run_once_for_a_batch(package):
+    events: list[str] = []
+    lit = lit_with_hooks(events, package, "on_after_backward")
     fit(lit, only(2), package=package, limit_train_batches=1, limit_val_batches=0)
-    assert events == ["step", "zero", "backward", "step", "backward", "update"]
+    assert events[-4:] == ["step", "step", "on_after_backward", "update"]
+
+
+@pytest.mark.parametrize("hook", [*HOOKS[:2], "backward", "optimizer_zero_grad"])
+def test_hooks_that_would_run_for_each_part_are_named(hook):
+    lit = lit_with_hooks([], LIGHTNING, hook)
+    with pytest.raises(IncompatibleError, match=rf"`Lit\.{hook}` would run for each micro-batch"):
+        fit(lit, only(2))
+    callback = only("auto")
+    fit(lit, callback, limit_train_batches=1)
+    assert f"`Lit.{hook}` would run" in str(rows_of(callback)["micro_batch_size"].details)
 
 
 def test_own_zeroing_is_kept():

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -138,7 +138,9 @@ def _prove_in(
         if agree(int(bool(found.weightings) or not found.reason)):
             break
     if size := agree(_num_confirmed(check, proof)):
-        proof = _or_reason(check, functools.partial(_confirm, check, proof, size, state))
+        proof = _or_reason(check, lambda: _confirm(_confirm_here, check, proof, size, state))
+    if size := agree(proof.num_samples if proof.weightings else 0):
+        proof = _or_reason(check, lambda: _confirm(_confirm_next, check, proof, size, state))
     return proof
 
 
@@ -214,22 +216,17 @@ def _halves(check: LossCheck, proof: Proof, size: int, start: int = 0) -> Sample
     return Samples(both, *split_samples(both, (size + 1) // 2, proof.whole))
 
 
-def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> Proof:
+Confirm: TypeAlias = Callable[[LossCheck, Proof, int, ModuleState], Proof]
+
+
+def _confirm(
+    confirm: Confirm, check: LossCheck, proof: Proof, size: int, state: ModuleState
+) -> Proof:
     """Keep the weightings that hold for more samples: as many as there is memory for."""
-
-    def confirm() -> Proof:
-        samples = _halves(check, proof, size)
-        if samples is None:
-            return proof
-        found = _confirm_with(check, proof, samples, state)
-        if found.weightings:
-            found = _confirm_next(check, found, size, state)
-        return replace(found, num_samples=size)
-
     outside = sys.exception()
     while size > 1:
         try:
-            return confirm()
+            return replace(confirm(check, proof, size, state), num_samples=size)
         except Exception as error:
             if not is_out_of_memory(error, outside):
                 raise
@@ -237,6 +234,11 @@ def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> P
         free_unused()
         size = max(size // 2, 2) if size > 2 else 0
     return proof  # by less: micro-batches may be smaller
+
+
+def _confirm_here(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> Proof:
+    samples = _halves(check, proof, size)
+    return proof if samples is None else _confirm_with(check, proof, samples, state)
 
 
 def _confirm_with(check: LossCheck, proof: Proof, samples: Samples, state: ModuleState) -> Proof:
@@ -319,9 +321,11 @@ def _confirm_after(check: LossCheck, proof: Proof, size: int) -> Proof:
         return proof
     state = ModuleState(check.module, check.batch, check.optimizers)
     try:
-        return _confirm_with(check, proof, samples, state)
+        found = _confirm_with(check, proof, samples, state)
     finally:
         state.restore()
+    # Those samples may have no loss.
+    return found if found.weightings or "cannot be split" in found.reason else proof
 
 
 def _pass_whole(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> list[Tensor]:
