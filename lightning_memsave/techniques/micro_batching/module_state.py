@@ -323,7 +323,9 @@ def _items_of(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, _CONTAINERS) and len(value) > _MAX_ITEMS:
         return [("[...]", len(value))]
     if isinstance(value, dict):
-        return [(f"[{key!r}]", item) for key, item in [*value.items()]]
+        # Of a tensor, as in the state of an optimizer, the text is long to make.
+        names = (key if isinstance(key, _PLAIN) else n for n, key in enumerate([*value]))
+        return [(f"[{name!r}]", item) for name, item in zip(names, [*value.values()], strict=True)]
     if isinstance(value, list | tuple | set | deque):
         return [(f"[{index}]", item) for index, item in enumerate([*value])]
     return _items_of_object(value)
