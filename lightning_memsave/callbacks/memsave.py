@@ -34,7 +34,7 @@ from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import leaves_open, with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
-from lightning_memsave.trainer.epoch_ends import end_together, start_together
+from lightning_memsave.trainer.epoch_ends import end_together
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
@@ -243,7 +243,6 @@ class MemSaveCallback(CallbackBase):
         self._user = id(trainer)
         if not is_fit:
             return
-        self._undo_setup += end_together(trainer)
         if apply is None:
             self._undo_setup += self._prediction.setup(trainer)
         else:
@@ -337,7 +336,7 @@ class MemSaveCallback(CallbackBase):
         if self._is_disabled:
             return
         if trainer.world_size > 1:
-            start_together(trainer)
+            self._undo_setup += end_together(trainer)
         elif resumed := [each for each in trainer.optimizers if getattr(each, "state", None)]:
             leave_on_host(resumed)
 

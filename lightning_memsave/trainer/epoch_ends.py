@@ -23,15 +23,23 @@ _EPOCH_ENDS = "_memsave_epoch_ends"
 _INTERRUPTED = "interrupted"
 
 
-def start_together(trainer: Any) -> None:
-    """Compare known numbers of batches, and prepare for SIGTERM; all processes must call this.
-
-    Raises:
-        IncompatibleError: If some processes would wait for one that has no batch left.
-    """
+def end_together(trainer: Any) -> list[Callable[[], None]]:
+    """Refuse epochs of different length, now or when the first one ends; all must call this."""
     handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
     if handlers:  # the first one is Lightning's
         handlers[0] = functools.partial(_end_after_batch, trainer)
+    _refuse_known_numbers(trainer)
+    if (ends := _watch_epochs(trainer)) is None:
+        return []
+    return [
+        ends.close,
+        set_own(trainer.fit_loop, _EPOCH_ENDS, ends),
+        patch_method(trainer.fit_loop, on_advance_end),
+        patch_method(trainer.fit_loop.epoch_loop, on_advance_end),
+    ]
+
+
+def _refuse_known_numbers(trainer: Any) -> None:
     number = trainer.num_training_batches
     number = _UNKNOWN_NUMBER if math.isinf(number) else int(number)
     least, most = all_reduce_min(trainer, number), -all_reduce_min(trainer, -number)
@@ -49,19 +57,6 @@ def _end_after_batch(trainer: Any, number: int, frame: object) -> None:
     if not connector.received_sigterm and launcher is not None:
         launcher.kill(number)
     connector.received_sigterm = True
-
-
-def end_together(trainer: Any) -> list[Callable[[], None]]:
-    """Compare the epochs of all processes, which must all call this, before they communicate."""
-    ends = _watch_epochs(trainer) if trainer.world_size > 1 else None
-    if ends is None:
-        return []
-    return [
-        ends.close,
-        set_own(trainer.fit_loop, _EPOCH_ENDS, ends),
-        patch_method(trainer.fit_loop, on_advance_end),
-        patch_method(trainer.fit_loop.epoch_loop, on_advance_end),
-    ]
 
 
 def on_advance_end(self: Any, *fetcher: Any) -> None:
@@ -96,11 +91,7 @@ class _EpochEnds:
         return follows
 
     def end_epoch(self) -> None:
-        """Wait until the epoch of all processes has ended.
-
-        Raises:
-            IncompatibleError: If one of them trains on.
-        """
+        """Wait until the epoch of all processes has ended; refuse a fit where one trains on."""
         epoch = self._trainer.current_epoch
         if self._ended == epoch:
             return

@@ -212,11 +212,7 @@ def configure_model(self: Any) -> None:
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save weights that are given, as a process has shards only.
-
-    Raises:
-        IncompatibleError: Without them.
-    """
+    """Save whole weights that are given; a process has shards only."""
     is_sharded = any(isinstance(param, DTensor) for param in self.parameters())
     if is_sharded and kwargs.get("state_dict") is None:
         what = f"`{type(self).__name__}.save_pretrained` of sharded weights"
