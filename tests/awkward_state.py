@@ -270,7 +270,7 @@ class ScriptedHead(Project):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = torch.jit.script(self.head)
+        self.head: Any = torch.jit.script(self.head)
 
 
 class ScriptedBlocks(Project):

@@ -76,7 +76,7 @@ class _EpochEnds:
     this before it communicates again.
     """
 
-    def __init__(self, trainer: Any, store: "dist.Store") -> None:
+    def __init__(self, trainer: Any, store: Any) -> None:
         self._trainer, self._store = trainer, store
         self._own, self._ended = str(trainer.global_rank), -1
         self._write(0)
@@ -150,15 +150,19 @@ def _watch_epochs(trainer: Any) -> _EpochEnds | None:
     store: Any = None
     where = None
     failed = "A process with fewer batches than the others will wait"
-    timeout = datetime.timedelta(seconds=_STORE_S)
     with attempted(trainer, failed):
         if trainer.global_rank == 0:
             host = "127.0.0.1" if trainer.num_nodes == 1 else os.environ["MASTER_ADDR"]
-            store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+            store = _open_store(host, 0, is_first=True)
             where = host, store.port
     where = trainer.strategy.broadcast(where)
     with attempted(trainer, failed):
         if where is not None:
-            store = store or dist.TCPStore(*where, None, False, timeout, wait_for_workers=False)
-            return _EpochEnds(trainer, store)
+            return _EpochEnds(trainer, store or _open_store(*where, is_first=False))
     return None
+
+
+def _open_store(host: str, port: int, *, is_first: bool) -> Any:
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=_STORE_S)
+    return make(host, port, is_master=is_first, timeout=timeout, wait_for_workers=False)

@@ -234,7 +234,8 @@ def _train(
         technique = Offloading(cast(Any, offload), min_bytes=4)
         callbacks.insert(0, MemSaveCallback(preset="off", offload=technique, report=False))
     trainer = make_trainer(pl, *callbacks, max_epochs=2, num_sanity_val_steps=0)
-    loader: Any = DataLoader(torch.ones(2, 4, WIDTH), batch_size=None)
+    batches: Any = torch.ones(2, 4, WIDTH)
+    loader = DataLoader(batches, batch_size=None)
     trainer.fit(module, Batches(module), loader)
     if "test" in place:
         trainer.test(module, loader, verbose=False)
@@ -263,8 +264,8 @@ def _actions(place: str, way: str, *, is_average: bool) -> dict[str, Callable[[A
     if not is_average:
         return {place: functools.partial(_write, way=way)}
     first, _, last = place.partition("/")
-    own = {first: functools.partial(_copy_in, way=way)}
-    return own | {last or f"{first} end": functools.partial(_copy_back, way=way)}
+    copy_in, copy_back = (functools.partial(act, way=way) for act in (_copy_in, _copy_back))
+    return {first: copy_in, last or f"{first} end": copy_back}
 
 
 @functools.cache
