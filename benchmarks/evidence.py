@@ -20,7 +20,7 @@ not killed.
 """
 _MATRIX = """\
 
-The first eight rows are of `faults_modules_cpu`, two of `faults_cpu`, the others of
+The rows up to "resumed" are of `faults_modules_cpu`, two of `faults_cpu`, the others of
 `faults_plans_cpu`, `faults_ranks_cpu` and `faults_environment_cpu`.
 
 The same by technique, with its number of fits: `=` bitwise, `~` as declared, `r` refused before
@@ -54,6 +54,14 @@ def _under(condition: str) -> Callable[[_Found], bool]:
 
 
 ROWS: tuple[_Row, ...] = (
+    ("the bare callback", "faults_modules_cpu", _with_settings("bare", "bare in float32")),
+    (
+        "presets",
+        "faults_modules_cpu",
+        _with_settings(
+            *("bitwise", "single_gpu", "single_gpu in float32", "offload", "offload in float32")
+        ),
+    ),
     ("checkpointing", "faults_modules_cpu", _with_settings("checkpointed")),
     (
         "offloading",
@@ -67,6 +75,7 @@ ROWS: tuple[_Row, ...] = (
         ),
     ),
     ("updates in backward", "faults_modules_cpu", _with_settings("in backward")),
+    ("chunked cross-entropy", "faults_modules_cpu", _with_settings("chunked")),
     ("8-bit state", "faults_modules_cpu", _with_settings("8-bit")),
     (
         "micro-batches",
@@ -89,7 +98,8 @@ def make_text(folder: Path = RESULTS) -> str:
     files = {name: _read(folder / f"{name}.json") for name in dict.fromkeys(r[1] for r in ROWS)}
     rows = []
     for name, file, belongs in ROWS:
-        marks = _marks(filter(belongs, files[file]))
+        if not (marks := _marks(filter(belongs, files[file]))):
+            continue
         counts = [str(marks.count(mark)) for mark in _ALL_MARKS]
         rows.append([name, str(len(marks)), *counts])
     table = markdown_table(["over", "fits", *COLUMNS], rows)

@@ -18,7 +18,13 @@ from torch import nn
 from benchmarks._common import markdown_table
 from benchmarks.faults._attack import _REMEDY, in_process
 from benchmarks.faults._fits import digest
-from lightning_memsave import LowBitOptimizer, MemSaveCallback, MicroBatching, Offloading
+from lightning_memsave import (
+    ChunkedCrossEntropy,
+    LowBitOptimizer,
+    MemSaveCallback,
+    MicroBatching,
+    Offloading,
+)
 from lightning_memsave.callbacks.settings import setting
 from tests.awkward_projects import BATCH_SIZE, all_projects
 
@@ -40,6 +46,8 @@ HALF = "bf16-mixed"
 # A host rounds updates in another way than a GPU.
 ON_HOST = 1e-4 if torch.cuda.is_available() else 0
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    "bare in float32": (EXACT, 0),
+    "bare": ({}, APPROXIMATE),
     "bitwise": ({"preset": "bitwise"}, 0),
     "single_gpu in float32": (
         {"preset": "single_gpu", **EXACT, "low_precision_weights": None},
@@ -66,6 +74,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
         1e-4,
     ),
     "checkpointed": ({**OFF, **CHECKPOINTED}, 0),
+    "chunked": (
+        {**OFF, "chunked_cross_entropy": ChunkedCrossEntropy(heads="re:.*head", chunk_size=16)},
+        1e-4,
+    ),
     "8-bit": (
         {**OFF, "optimizer": LowBitOptimizer(min_8bit_size=1, min_saved_bytes=0)},
         APPROXIMATE,
@@ -175,7 +187,7 @@ class Cells:
         if error is not None:
             return {**cell, "outcome": PLAIN_FAILS, "error": error[:600]}
         found = in_process(functools.partial(run, project, settings, condition, drops=drops))
-        judged = _judge(found, plain, tolerance)
+        judged = judge(found, plain, tolerance)
         if judged["outcome"] == "wrong" and tolerance == APPROXIMATE:
             half = self._train(project, condition, drops, HALF)
             losses = [plain["loss"], *([half["loss"]] if isinstance(half, dict) else [])]
@@ -192,7 +204,8 @@ class Cells:
         return self._plain[key]
 
 
-def _judge(found: Any, plain: dict[str, Any], tolerance: float) -> dict[str, Any]:
+def judge(found: Any, plain: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    """Compare what a fit has given with plain training."""
     if not isinstance(found, dict):
         return {"outcome": "crashed", "error": str(found)}
     if found["error"] is not None:

@@ -34,7 +34,7 @@ from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import leaves_open, with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
-from lightning_memsave.trainer.distributed import problems_of_batches
+from lightning_memsave.trainer.epoch_ends import end_together
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
@@ -332,16 +332,11 @@ class MemSaveCallback(CallbackBase):
                 _report.print_table(self.rows)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let optimizer state of a checkpoint wait on the host, as a fresh run has none yet.
-
-        Raises:
-            IncompatibleError: If some processes would wait for others that have no batch left.
-        """
+        """Let optimizer state of a checkpoint wait on the host, as a fresh run has none yet."""
         if self._is_disabled:
             return
         if trainer.world_size > 1:
-            if problems := problems_of_batches(trainer):
-                raise IncompatibleError(type(self).__name__, problems)
+            self._undo_setup += end_together(trainer)
         elif resumed := [each for each in trainer.optimizers if getattr(each, "state", None)]:
             leave_on_host(resumed)
 

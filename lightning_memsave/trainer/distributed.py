@@ -1,7 +1,6 @@
 """Synchronize gradients, buffers and values over processes, bypassing DDP where needed."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 from weakref import WeakMethod
@@ -18,7 +17,6 @@ from lightning_memsave.core.patching import (
     previous_method,
     set_own,
 )
-from lightning_memsave.errors import Problem
 from lightning_memsave.trainer.trainer import is_strategy
 
 _BUCKET_BYTES = 4 * 2**20  # beside the buckets of DDP itself
@@ -188,23 +186,6 @@ def all_reduce_min(trainer: Any, size: int) -> int:
     found = torch.tensor(size, device=trainer.strategy.root_device)
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return int(found.item())
-
-
-def problems_of_batches(trainer: Any) -> list[Problem]:
-    """Say if some processes would wait for one that has no batch left; all must call this."""
-    number = trainer.num_training_batches
-    own = _UNKNOWN_NUMBER if math.isinf(number) else int(number)
-    least, most = all_reduce_min(trainer, own), -all_reduce_min(trainer, -own)
-    num_passed = trainer.max_steps * trainer.accumulate_grad_batches
-    if most in {least, _UNKNOWN_NUMBER} or 0 <= num_passed <= least:
-        return []
-    what = f"the training data has {least} batches in one process, and {most} in another"
-    why = "Lightning would wait for the shorter one in its next batch"
-    fix = f"Use Lightning's sampler, or `Trainer(limit_train_batches={least})`."
-    return [Problem(what, why, fix)]
-
-
-_UNKNOWN_NUMBER = 2**62
 
 
 def broadcast_from_rank_zero(trainer: Any, value: Any) -> Any:

@@ -206,6 +206,23 @@ def configure_model(self: Any) -> None:
         draw_alike(device, layers.get_group())
     for name in _STEPS:
         register_fsdp_forward_method(self, name)
+    for module in self.modules():
+        if hasattr(module, "save_pretrained"):
+            patch_method(module, save_pretrained)  # after the fit too, as shards stay
+
+
+def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save whole weights that are given; a process has shards only."""
+    is_sharded = any(isinstance(param, DTensor) for param in self.parameters())
+    if is_sharded and kwargs.get("state_dict") is None:
+        what = f"`{type(self).__name__}.save_pretrained` of sharded weights"
+        why = "each process has a part of each weight, also after a fit"
+        gather = "`state = get_model_state_dict(model, options=StateDictOptions(full_state_dict="
+        gather += "True, cpu_offload=True))` of `torch.distributed.checkpoint.state_dict`"
+        fix = f"On all processes call {gather}; in the first one"
+        fix = f"{fix} `model.save_pretrained(path, state_dict=state)`."
+        raise IncompatibleError("FSDP2Strategy", [Problem(what, why, fix)])
+    return previous_method(self, "save_pretrained")(*args, **kwargs)
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:

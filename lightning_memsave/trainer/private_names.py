@@ -66,6 +66,7 @@ NAMES = (
     Names("lightning.pytorch.strategies:FSDPStrategy", "_activation_checkpointing_kwargs"),
     Names("torch.nn.parallel:DistributedDataParallel", "_sync_buffers"),
     Names("torch.nn:MultiheadAttention", "_reset_parameters"),
+    Names("sys", "_current_frames"),  # whether a thread writes a checkpoint
     # The dispatcher, fake tensors and pytrees, of which torch's own tools are made.
     Names("torch", "_C _functorch"),
     Names("torch", "_ops _subclasses", "predict"),

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults._modules import SETTINGS, Cells, run
-from lightning_memsave import MicroBatching
+from benchmarks.faults._modules import BAD, SETTINGS, Cells, judge, run
+from lightning_memsave import MicroBatching, errors
+from tests.awkward_projects import all_projects
+
+STATEFUL = [
+    name for name, project in all_projects().items() if project.__module__.endswith("awkward_state")
+]
+"""State that torch does not count, and what public projects do between steps."""
 
 OFFLOADED = (
     *("BoundedTable", "BoundedBlocks", "CodebooksInBlocks", "HiddenWrites"),
@@ -93,3 +99,49 @@ def test_a_look_at_the_loss_changes_nothing(project, settings):
 def test_in_micro_batches(project):
     cell = Cells().run(project, "micro-batches", "plain")
     assert cell["outcome"] == "as declared", cell
+
+
+def _assert_right(project: str, name: str, *, drops: bool = True) -> None:
+    """Trains as the setting declares, or is refused before the first step by an error of ours."""
+    settings, tolerance = SETTINGS[name]
+    expected, found = (run(project, each, "plain", drops=drops) for each in (None, settings))
+    if found["error"] is not None:
+        assert found["steps"] == 0, found["error"]
+        assert hasattr(errors, found["error"].partition(":")[0]), found["error"]
+    judged = judge(found, expected, tolerance)
+    assert judged["outcome"] not in BAD, judged
+
+
+@pytest.mark.parametrize("project", STATEFUL)
+@pytest.mark.parametrize(
+    "name", ["bare in float32", "bitwise", "single_gpu in float32", "offload in float32"]
+)
+def test_state_that_torch_does_not_count_is_that_of_plain_training(project, name):
+    _assert_right(project, name)
+
+
+@pytest.mark.parametrize(
+    "project",
+    [
+        *("AssignedInSetup", "ScriptedHead", "ScriptedBlocks"),
+        *("Sharpness", "ScheduleFree", "EditedState"),
+    ],
+)
+@pytest.mark.parametrize("name", ["bare", "single_gpu", "offload"])
+def test_presets_do_not_end_fits_that_run_without_them(project, name):
+    settings, tolerance = SETTINGS[name]
+    found = run(project, settings, "plain", drops=True)
+    assert found["error"] is None
+    assert judge(found, run(project, None, "plain", drops=True), tolerance)["outcome"] not in BAD
+
+
+@pytest.mark.parametrize("name", ["micro-batches", "chunked"])
+@pytest.mark.parametrize(
+    "project",
+    [
+        *("ResetRecurrent", "MissingBatches", "ResizedBuffers", "ResizedBuffer", "Observers"),
+        *("Teacher", "SelfTeacher"),
+    ],
+)
+def test_steps_in_micro_batches_and_chunks_are_those_of_plain_training(project, name):
+    _assert_right(project, name, drops=False)

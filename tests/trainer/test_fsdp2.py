@@ -18,6 +18,7 @@ import torch
 import transformers
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 
@@ -462,6 +463,21 @@ def of_peaks() -> Notes:
     return notes | {"by hand": summary_of(callback).peak_bytes}
 
 
+def of_export() -> Notes:
+    """Save as Hugging Face does, at first without the whole weights, then as the refusal says."""
+    made = lit(make=llama, training_step=of_labels, validation_step=None)
+    _, trainer = train(made, limit_val_batches=0)
+    with pytest.raises(IncompatibleError) as refused:
+        made.model.save_pretrained("exported")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(made.model, options=options)
+    notes: Notes = {"refused": str(refused.value), "weights": weights(made.model)}
+    if trainer.is_global_zero:
+        made.model.save_pretrained("exported", state_dict=state)
+        notes["loaded"] = weights(transformers.AutoModelForCausalLM.from_pretrained("exported"))
+    return notes
+
+
 SCENARIOS = {
     "peaks": of_peaks,
     "by_hand": as_by_hand,
@@ -472,10 +488,19 @@ SCENARIOS = {
     "sharded": functools.partial(of_checkpoints, True),
     "8bit": of_8bit_state,
     "meta": of_meta_start,
+    "export": of_export,
 }
 
 
 # --- what the two saw ---
+
+
+def test_export_to_hugging_face_says_how_to_gather_weights(report):
+    first, second = report("export")
+    for notes in (first, second):
+        assert "`state = get_model_state_dict(model, options=StateDictOptions(" in notes["refused"]
+        assert "`model.save_pretrained(path, state_dict=state)`" in notes["refused"]
+    assert first["loaded"] == first["weights"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
