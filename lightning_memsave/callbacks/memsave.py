@@ -349,11 +349,11 @@ class MemSaveCallback(CallbackBase):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
+        self._settings.watch(trainer, is_start=True)
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, batch, MemSaveCallback, arguments)
             self._use_prediction()
-        self._settings.watch(trainer, is_start=True)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -10,11 +10,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.gradient_reads import reads_gradients
+from lightning_memsave.core.optimizers import foreign_hooks, parameters_of
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques.optimizer_in_backward.freed_gradients import (
+    FREED,
+    READ_BEFORE,
+    READING_HOOKS,
+)
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     GradientUpdates,
@@ -178,6 +184,9 @@ class OptimizerInBackward(Technique[Optimizer]):
                     "what it does to gradients, learning rates or weight decay has no effect",
                     f"Remove that method, or {off}.",
                 )
+        for hook in ("backward", "optimizer_step", *READING_HOOKS):
+            for owner in facts.gradient_readers(hook):
+                yield f"`{owner}` reads gradients, {FREED}", f"{READ_BEFORE}, or {off}."
         yield from self._reasons_against_strategy(facts)
 
     def _reasons_against_strategy(self, facts: TrainerFacts) -> Iterator[tuple[str, str]]:
@@ -224,6 +233,9 @@ class OptimizerInBackward(Technique[Optimizer]):
             fix += "`optimizer_in_backward=None`."
             what = f"`{name}` with bitsandbytes' overrides"
             problems.append(Problem(what, f"{why}one by one", fix))
+        if any(reads_gradients(hook, target) for hook in foreign_hooks(target)):
+            what, fix = f"a step hook of `{name}`", f"{READ_BEFORE}, or remove that hook."
+            problems.append(Problem(what, f"it reads gradients, {FREED}", fix))
         if any(group.get("differentiable") for group in target.param_groups):
             what, why = f"`{name}(differentiable=True)`", "the graph of a step would keep all"
             problems.append(Problem(what, f"{why} gradients alive", "Set `differentiable=False`."))
