@@ -82,9 +82,7 @@ def _callables(objects: Iterable[Any], names: list[str]) -> list[Any]:
     level = list(objects)
     reached: dict[int, Any] = {id(one): one for one in level}
     for _ in range(_MAX_DEPTH):
-        values = [
-            part for one in level for name in names for part in _parts(_attribute(one, name))
-        ]
+        values = [part for one in level for name in names for part in _parts(_attribute(one, name))]
         new = {id(value): value for value in values if id(value) not in reached}
         reached |= new
         level = [value for value in new.values() if not isinstance(value, _FUNCTIONS)]
