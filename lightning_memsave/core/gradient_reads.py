@@ -1,5 +1,6 @@
 """Find code that reads gradients, without running it."""
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -47,7 +48,7 @@ def _plain(function: Any) -> tuple[Any, FunctionType | None]:
     if isinstance(function, type):
         owner, function = function, function.__init__  # type: ignore[misc]
     elif not isinstance(function, FunctionType):
-        owner, function = function, getattr(type(function), "__call__", None)
+        owner, function = function, _class_attribute(type(function), "__call__")
     function = inspect.unwrap(function) if function is not None else None
     package = (getattr(function, "__module__", None) or "").partition(".")[0]
     is_searched = isinstance(function, FunctionType) and package not in _NOT_SEARCHED
@@ -103,19 +104,18 @@ def _attribute(one: Any, name: str) -> Any:
     """Return an attribute without running code of properties; of those the function."""
     if isinstance(one, Tensor) or not hasattr(one, "__dict__"):
         return None
-    classes = one.__mro__ if isinstance(one, type) else (one, *type(one).__mro__)
-    static = next((vars(each)[name] for each in classes if name in vars(each)), None)
-    if name in vars(one) and not isinstance(one, type):
-        return static
-    if isinstance(static, property):
-        return None if static.fget is None else MethodType(static.fget, one)
-    if isinstance(static, FunctionType):
-        return static if isinstance(one, type) else MethodType(static, one)
-    if isinstance(static, staticmethod | classmethod):
-        return static.__func__
+    if isinstance(one, type) or name in vars(one):
+        return vars(one).get(name) or _class_attribute(one, name)
+    static = _class_attribute(type(one), name)
+    function = static.fget if isinstance(static, property) else static
+    if isinstance(function, FunctionType):
+        return MethodType(function, one)
     if static is not None or not isinstance(one, nn.Module):
         return static
-    try:
-        return getattr(one, name)  # a submodule, or what a wrapper passes on
-    except Exception:
-        return None
+    with contextlib.suppress(Exception):
+        return getattr(one, name)  # a submodule, or an attribute that a wrapper passes on
+
+
+def _class_attribute(cls: Any, name: str) -> Any:
+    found = next((vars(c)[name] for c in getattr(cls, "__mro__", ()) if name in vars(c)), None)
+    return found.__func__ if isinstance(found, staticmethod | classmethod) else found

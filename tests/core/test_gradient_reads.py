@@ -43,7 +43,11 @@ def helper(module: nn.Module) -> Any:
 
 def make_hook() -> Any:
     norms = Norms()
-    return lambda module: norms.of(module)
+
+    def hook(module: nn.Module) -> Any:
+        return norms.of(module)
+
+    return hook
 
 
 class Reading(LightningModule):

@@ -176,6 +176,10 @@ class OptimizerInBackward(Technique[Optimizer]):
         for hook, why in _OF_MODULE.items():
             if (owner := f"{facts.module}.{hook}") in facts.overridden(hook):
                 yield f"`{owner}` {why}", f"Remove that method, or {off}."
+        yield from self._reasons_against_readers(facts, off)
+        yield from self._reasons_against_strategy(facts)
+
+    def _reasons_against_readers(self, facts: TrainerFacts, off: str) -> Iterator[tuple[str, str]]:
         # Between backward and step, where gradients and settings are read and changed.
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             for owner in facts.overridden(hook):
@@ -187,7 +191,6 @@ class OptimizerInBackward(Technique[Optimizer]):
         for hook in ("backward", "optimizer_step", *READING_HOOKS):
             for owner in facts.gradient_readers(hook):
                 yield f"`{owner}` reads gradients, {FREED}", f"{READ_BEFORE}, or {off}."
-        yield from self._reasons_against_strategy(facts)
 
     def _reasons_against_strategy(self, facts: TrainerFacts) -> Iterator[tuple[str, str]]:
         off = f"set `{self.argument}=None`"
