@@ -22,8 +22,7 @@ from lightning_memsave.core.saved_state import (
 )
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.trainer.distributed import all_reduce_min
-from lightning_memsave.trainer.hooks import has_foreign
-from lightning_memsave.trainer.trainer import data_connector_of, is_strategy
+from lightning_memsave.trainer.trainer import data_connector_of
 
 # Attributes of a strategy and of a data source, while a method of theirs is replaced.
 _BEFORE_SETUP = "_memsave_before_setup"
@@ -52,12 +51,6 @@ def before_strategy_setup(trainer: Any, function: Callable[[], None]) -> Callabl
         _forget(source)
 
     return undo
-
-
-def may_change_in_setup(trainer: Any, pl_module: Any) -> bool:
-    """Return whether a module may make or replace layers in ``setup``, after that of callbacks."""
-    # There the module is copied before the strategy is set up, with all techniques applied.
-    return has_foreign(pl_module, "setup") and not is_strategy(trainer, "FSDP2StrategyMixin")
 
 
 def setup(strategy: Any, trainer: Any) -> None:
