@@ -40,13 +40,7 @@ from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.lost_ranks import RankWatch, watch_ranks
 from lightning_memsave.trainer.private_names import check_names
-from lightning_memsave.trainer.trainer import (
-    first_of,
-    has_setup,
-    leave_device,
-    put_first,
-    second_use,
-)
+from lightning_memsave.trainer.trainer import first_of, leave_device, put_first, second_use, sets_up
 from lightning_memsave.trainer.training_loop import has_open_window
 
 if TYPE_CHECKING:  # loaded by fits that predict or plan
@@ -278,7 +272,7 @@ class MemSaveCallback(CallbackBase):
         if leaves_open(with_preset(self.arguments)[OffloadSetting.name]):
             return self._fill_device
         # Its `setup` runs after ours, and may make or replace layers.
-        return self._choose_form if has_setup(trainer, pl_module) else None
+        return self._choose_form if sets_up(trainer, pl_module) else None
 
     def _choose_form(self, trainer: Any, pl_module: Any) -> None:
         if (found := host_form(self.arguments, trainer, pl_module)) is not None:

@@ -97,7 +97,7 @@ def builds_model_late(pl_module: Any) -> bool:
     return not hook.__module__.startswith(PACKAGES)
 
 
-def has_setup(trainer: Any, pl_module: Any) -> bool:
+def sets_up(trainer: Any, pl_module: Any) -> bool:
     """Return whether a module may make or replace layers in ``setup``, after that of callbacks."""
     is_own = "setup" in vars(pl_module) or not type(pl_module).setup.__module__.startswith(PACKAGES)
     # There the module is copied before the strategy is set up, with all techniques applied.
