@@ -140,3 +140,56 @@ class Dithers(_Own):
     def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
         """Update a parameter."""
         param.sub_(grad + 1e-3 * torch.randn_like(grad), alpha=group["lr"])
+
+
+class TwiceAround(Optimizer):
+    """Sharpness-aware: calls its closure twice, and another optimizer makes the update."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "radius": 0.05})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update at the gradient of a point nearby."""
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm()
+        before = [param.clone() for param in params]
+        for param in params:
+            assert param.grad is not None
+            param.add_(param.grad * (0.05 / norm))
+        self.zero_grad()
+        closure()
+        for param, old in zip(params, before, strict=True):
+            param.copy_(old)
+        self.inner.step()
+        return loss
+
+
+class Interpolates(_Own):
+    """Schedule-free: weights for gradients and for evaluation, one made of the other and state."""
+
+    is_training = True
+
+    def update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: Any) -> None:
+        """Update a parameter."""
+        state.setdefault("z", param.clone())
+        param.lerp_(state["z"], 0.1).sub_(grad, alpha=0.1 * group["lr"])
+        state["z"].sub_(grad, alpha=group["lr"])
+
+    def train(self) -> None:
+        """Let weights be those that get gradients."""
+        self._mix(0.1, True)
+
+    def eval(self) -> None:
+        """Let weights be averages."""
+        self._mix(1 - 1 / 0.9, False)
+
+    @torch.no_grad()
+    def _mix(self, weight: float, is_training: bool) -> None:
+        for param, state in self.state.items() if self.is_training is not is_training else ():
+            param.lerp_(state["z"], weight)
+        self.is_training = is_training

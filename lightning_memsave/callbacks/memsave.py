@@ -40,7 +40,7 @@ from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.lost_ranks import RankWatch, watch_ranks
 from lightning_memsave.trainer.private_names import check_names
-from lightning_memsave.trainer.trainer import first_of, leave_device, put_first, second_use
+from lightning_memsave.trainer.trainer import first_of, leave_device, put_first, second_use, sets_up
 from lightning_memsave.trainer.training_loop import has_open_window
 
 if TYPE_CHECKING:  # loaded by fits that predict or plan
@@ -175,11 +175,8 @@ class MemSaveCallback(CallbackBase):
         self._ranks: RankWatch | None = None
 
     def __repr__(self) -> str:
-        arguments = ", ".join(
-            f"{name}={value!r}"
-            for name, value in self.arguments.items()
-            if value != _DEFAULTS[name]
-        )
+        given = {name: v for name, v in self.arguments.items() if v != _DEFAULTS[name]}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return f"{type(self).__name__}({arguments})"
 
     @property
@@ -199,8 +196,8 @@ class MemSaveCallback(CallbackBase):
             All arguments by name, with the values of the preset; what yielded is off.
         """
         updates = self._settings.find(OptimizerInBackwardSetting).effective
-        corrected = self._settings.find(OffloadSetting).corrected
-        arguments = {**self._in_force, "optimizer_in_backward": updates, **corrected}
+        arguments = {**self._in_force, "optimizer_in_backward": updates}
+        arguments |= self._settings.find(OffloadSetting).corrected
         return effective_settings(arguments, self.rows, self._micro_batches.size)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -229,10 +226,9 @@ class MemSaveCallback(CallbackBase):
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
         self._ranks = watch_ranks(trainer) if is_fit and trainer.world_size > 1 else None
-        apply = self._decide_late() if is_fit else None
-        found = host_form(self.arguments, trainer, pl_module) if is_fit else None
-        if found is not None:
-            self._use(*found)
+        apply = self._decide_late(trainer, pl_module) if is_fit else None
+        if is_fit:
+            self._choose_form(trainer, pl_module)
         if not (problems := check_names(trainer, self._used(apply))):
             if apply == self._apply_plan:
                 problems = self._budget.check(trainer, pl_module)
@@ -269,15 +265,19 @@ class MemSaveCallback(CallbackBase):
             return [*self.arguments]
         return [n for n, v in self._in_force.items() if v is not None and v is not False]
 
-    # What chooses settings when the first batch is there.
-    def _decide_late(self) -> Callable[[Any, Any], None] | None:
+    def _decide_late(self, trainer: Any, pl_module: Any) -> Callable[[Any, Any], None] | None:
         self.plan = None
         if self.arguments["budget"] is not None:
             return self._apply_plan
-        offload = with_preset(self.arguments)[OffloadSetting.name]
-        return self._fill_device if leaves_open(offload) else None
+        if leaves_open(with_preset(self.arguments)[OffloadSetting.name]):
+            return self._fill_device
+        # Its `setup` runs after ours, and may make or replace layers.
+        return self._choose_form if sets_up(trainer, pl_module) else None
 
-    # The first batch decides, and optimizers and precision are not set up yet.
+    def _choose_form(self, trainer: Any, pl_module: Any) -> None:
+        if (found := host_form(self.arguments, trainer, pl_module)) is not None:
+            self._use(*found)
+
     def _apply_plan(self, trainer: Any, pl_module: Any) -> None:
         from lightning_memsave.callbacks.run_plan import plan_fit
 
@@ -344,11 +344,11 @@ class MemSaveCallback(CallbackBase):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
+        self._settings.watch(trainer, is_start=True)
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, batch, MemSaveCallback, arguments)
             self._use_prediction()
-        self._settings.watch(trainer, is_start=True)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -469,10 +469,8 @@ class MemSaveCallback(CallbackBase):
     ) -> None:
         directory, self._directory = self._directory, None
         has_started, self._has_started = self._has_started, False
-        is_due = directory is not None and (has_started or is_always)
-        if directory is None or not (
-            is_due and self.arguments["report"] and trainer.is_global_zero
-        ):
+        is_due = (has_started or is_always) and self.arguments["report"]
+        if directory is None or not (is_due and trainer.is_global_zero):
             return
         # In an evaluation the figures are those of an earlier fit.
         summary = self._reported.summary if has_started and self._reported is not None else None

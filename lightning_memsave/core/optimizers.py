@@ -16,8 +16,8 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def has_foreign_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks of others, which may use weights, run around its steps."""
+def foreign_hooks(optimizer: Optimizer) -> list[Any]:
+    """List the hooks of others, which may use weights, around its steps."""
     hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooks += [getattr(optimizer, key) for key in STEP_HOOKS]
-    return not all(is_of_this_package(hook) for each in hooks for hook in each.values())
+    return [hook for each in hooks for hook in each.values() if not is_of_this_package(hook)]

@@ -4,11 +4,12 @@ import contextlib
 import enum
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_memsave.core.patching import keep_copies_plain
 from lightning_memsave.core.trainer_facts import TrainerFacts
@@ -47,6 +48,16 @@ def undo_all(functions: list[Callable[[], None]]) -> None:
     with contextlib.ExitStack() as stack:
         while functions:
             stack.callback(functions.pop(0))
+
+
+@contextlib.contextmanager
+def undone_on_error(functions: list[Callable[[], None]]) -> Iterator[None]:
+    """Call undo functions, those added inside included, if what follows fails."""
+    try:
+        yield
+    except BaseException:
+        undo_all(functions)
+        raise
 
 
 class Handle(Generic[TargetT]):
@@ -99,6 +110,24 @@ class Offer:
     value: Any
     cost: str = "nothing"
     slowdown: float = 0.0
+
+
+@contextlib.contextmanager
+def _restored_on_error(target: object) -> Iterator[None]:
+    """Restore attributes and hooks of an optimizer or of all modules of a model."""
+    is_optimizer = isinstance(target, Optimizer)
+    owners = [*target.modules()] if isinstance(target, nn.Module) else [target] * is_optimizer
+    before = []
+    for own in map(vars, owners):
+        tables = [v for k, v in own.items() if k.startswith("_") and isinstance(v, dict)]
+        before += [(each, {**each}) for each in (own, *tables)]
+    try:
+        yield
+    except BaseException:
+        for changed, former in before:
+            changed.clear()
+            changed.update(former)
+        raise
 
 
 class Technique(ABC, Generic[TargetT]):
@@ -209,7 +238,8 @@ class Technique(ABC, Generic[TargetT]):
         problems = self.check(target)
         if problems:
             raise IncompatibleError(self.name, problems)
-        handle = self._apply(target)
+        with _restored_on_error(target):
+            handle = self._apply(target)
         if isinstance(target, nn.Module) and handle.changes:
             handle._undo.append(keep_copies_plain(target))
         if not handle.changes:

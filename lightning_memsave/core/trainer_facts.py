@@ -29,6 +29,8 @@ class TrainerFacts:
     scales_losses: bool = False
     overridden: Callable[[str], Sequence[str]] = lambda hook: ()
     """Overrides of a hook in the module and in callbacks."""
+    gradient_readers: Callable[[str], Sequence[str]] = lambda hook: ()
+    """Overrides of a hook whose code reads gradients."""
 
     @property
     def strategy(self) -> str:

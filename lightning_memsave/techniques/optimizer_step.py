@@ -129,7 +129,8 @@ def owners_of(optimizer: Optimizer) -> list[StepOwner]:
 
 def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
-    self._opt_called = True  # type: ignore[attr-defined] # for schedulers
+    if any("initial_lr" in group for group in self.param_groups):  # which schedulers have set
+        self._opt_called = True  # type: ignore[attr-defined]
     if not owners_of(self):  # also after `undo`: a scheduler that wrapped the method may call it
         return previous_method(self, "step")(closure)
     return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
-from lightning_memsave.trainer.hooks import owners_of
+from lightning_memsave.trainer.hooks import gradient_readers, owners_of
 from lightning_memsave.trainer.precision import gradient_scaler
 from lightning_memsave.trainer.trainer import is_compiled_whole, is_strategy
 
@@ -24,6 +24,7 @@ def facts_of(trainer: Any, pl_module: Any) -> TrainerFacts:
         clipping_of(trainer),
         not is_sharded and gradient_scaler(trainer) is not None,
         functools.partial(owners_of, trainer, pl_module),
+        functools.partial(gradient_readers, trainer, pl_module),
     )
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef
 
+from lightning_memsave.core.gradient_reads import reads_gradients
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.trainer.trainer import PACKAGES, package_of
 
@@ -62,10 +63,24 @@ def has_foreign(one: Any, hook: str) -> bool:
     return hook in vars(one) or not is_inherited
 
 
-def owners_of(trainer: Any, pl_module: Any, hook: str) -> list[str]:
+def find_owners(trainer: Any, pl_module: Any, hook: str) -> list[Any]:
     """List the module and callbacks of a Trainer that override a hook."""
-    owners = [one for one in (pl_module, *trainer.callbacks) if has_foreign(one, hook)]
+    return [one for one in (pl_module, *trainer.callbacks) if has_foreign(one, hook)]
+
+
+def owners_of(trainer: Any, pl_module: Any, hook: str) -> list[str]:
+    """Name the overrides of a hook in the module and callbacks of a Trainer."""
+    owners = find_owners(trainer, pl_module, hook)
     return list(dict.fromkeys(f"{type(one).__name__}.{hook}" for one in owners))
+
+
+def gradient_readers(trainer: Any, pl_module: Any, hook: str) -> list[str]:
+    """Name the overrides of a hook whose code reads gradients."""
+    return [
+        f"{type(one).__name__}.{hook}"
+        for one in find_owners(trainer, pl_module, hook)
+        if reads_gradients(getattr(one, hook), pl_module)
+    ]
 
 
 def owner_of(trainer: Any, pl_module: Any, hook: str) -> str:

@@ -120,7 +120,8 @@ NAMES = (
     Names("torch._C", "_storage_Use_Count"),
     Names("torch:Tensor", "_version _indices _values"),
     Names("torch:Tensor", "_nnz", "predict"),
-    Names("torch:Tensor", "_base _backward_hooks _post_accumulate_grad_hooks", "offload"),
+    Names("torch:Tensor", "_base _backward_hooks", "offload"),
+    Names("torch:Tensor", "_post_accumulate_grad_hooks"),
     # Which backward pass runs, and what it will still come to.
     Names("torch._C", "_autograd _current_autograd_node _current_graph_task_id"),
     Names("torch._C", "_will_engine_execute_node"),

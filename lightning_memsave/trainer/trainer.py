@@ -97,6 +97,13 @@ def builds_model_late(pl_module: Any) -> bool:
     return not hook.__module__.startswith(PACKAGES)
 
 
+def sets_up(trainer: Any, pl_module: Any) -> bool:
+    """Return whether a module may make or replace layers in ``setup``, after that of callbacks."""
+    is_own = "setup" in vars(pl_module) or not type(pl_module).setup.__module__.startswith(PACKAGES)
+    # There the module is copied before the strategy is set up, with all techniques applied.
+    return is_own and not is_strategy(trainer, "FSDP2StrategyMixin")
+
+
 def is_strategy(trainer: Any, *names: str) -> bool:
     """Return whether the strategy is an instance of a class with one of these names."""
     return any(cls.__name__ in names for cls in type(trainer.strategy).__mro__)

@@ -397,3 +397,17 @@ class TestAdapters:
     def test_variants_are_left_alone(self, settings):
         with pytest.warns(NoEffectWarning, match="variant such as DoRA, or has a bias"):
             ChunkedCrossEntropy().apply(self.make(**settings))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_undo_leaves_no_marks_on_weights(is_tied):
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+    if is_tied:
+        head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    tokens = torch.arange(8).view(2, 4)
+    with ChunkedCrossEntropy("1").apply(model):
+        functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert [vars(param) for param in model.parameters()] == [{}] * (1 if is_tied else 2)

@@ -330,6 +330,21 @@ def test_use_in_another_mode_than_the_head(model, deferring):
     torch.testing.assert_close(deferring.head.weight.grad, model.head.weight.grad)
 
 
+@pytest.mark.parametrize("made_in", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("used_in", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_use_keeps_the_grad_mode(model, deferring, made_in, used_in):  # issue 53
+    found = []
+    for each in (deferring, model):
+        with made_in():
+            made = each()
+        with used_in():
+            made + 0
+            used = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        found.append((used, torch.is_grad_enabled(), (made.sum() + each().sum()).requires_grad))
+    assert found[0] == found[1]
+    assert found[0][1]
+
+
 def test_inference(model, deferring, num_computed):
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

@@ -1,5 +1,6 @@
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -347,3 +348,16 @@ def test_a_32bit_state_with_nonsense_is_refused_by_a_32bit_run(case):
     change(saved)
     with pytest.raises(IncompatibleError, match=message):
         convert_state_dict(saved, make(make_model()))
+
+
+def test_state_under_the_names_of_torch_says_what_to_type():
+    param = nn.Parameter(torch.ones(64, 64))
+    optimizer = LowBitOptimizer().apply(torch.optim.AdamW([param])).target
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for one in optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)):
+        (state,) = one.state.values()
+        with pytest.raises(IncompatibleError, match=r"`exp_avg`.*Set `optimizer=None` where"):
+            state["exp_avg"][0] = 0
+    assert {type(state) for state in optimizer.state_dict()["state"].values()} == {dict}

@@ -13,7 +13,7 @@ from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSett
 from lightning_memsave.callbacks.settings.resident_correction import ResidentCorrection
 from lightning_memsave.callbacks.settings.setting import ModuleSetting, as_given, exactness_limit
 from lightning_memsave.core.memory import is_fake, is_host
-from lightning_memsave.core.optimizers import has_foreign_hooks
+from lightning_memsave.core.optimizers import foreign_hooks
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Technique, settings_of
@@ -190,7 +190,7 @@ class OffloadSetting(ModuleSetting):
         unseen = ("optimizer_step",) if residence.processes is None else _BETWEEN_STEPS
         watchers = [o for hook in unseen for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
-        hooked = filter(has_foreign_hooks, trainer.optimizers)
+        hooked = filter(foreign_hooks, trainer.optimizers)
         watchers += [f"{type(optimizer).__name__}.step" for optimizer in hooked]
         if not pl_module.automatic_optimization:
             watchers.append(f"{type(pl_module).__name__}.training_step")

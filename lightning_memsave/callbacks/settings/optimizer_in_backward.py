@@ -13,10 +13,20 @@ from lightning_memsave.callbacks.settings.setting import (
     saves,
     trained_parameters,
 )
+from lightning_memsave.core.gradient_reads import reads_gradients
+from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Row
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.micro_batching.technique import size_of_batches
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.optimizer_in_backward.freed_gradients import (
+    FREED,
+    READ_BEFORE,
+    READING_HOOKS,
+    ZEROING_HOOK,
+    has_foreign_hook,
+    refuse_reads,
+)
 from lightning_memsave.techniques.optimizer_in_backward.technique import (
     OptimizerInBackward,
     describe_updates,
@@ -25,11 +35,12 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import (
 from lightning_memsave.techniques.optimizer_in_backward.updates import open_to_keep
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
 from lightning_memsave.trainer.facts import clipping_of
-from lightning_memsave.trainer.hooks import has_foreign
+from lightning_memsave.trainer.hooks import find_owners, has_foreign, log_info
 from lightning_memsave.trainer.trainer import is_compiled_whole
 from lightning_memsave.trainer.training_loop import around_backward, around_step, may_split_batches
 
 _OFF = "set `optimizer_in_backward=None`"
+_FIX = f"{READ_BEFORE}, or {_OFF}."
 
 
 def advice_for(pl_module: Any) -> tuple[str, str]:
@@ -48,6 +59,16 @@ def advice_for(pl_module: Any) -> tuple[str, str]:
     )
 
 
+def optimizer_step(self: Any, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a step whose closure is not Lightning's own; replaces that of a strategy."""
+    if not any(cls.__name__ == "AbstractClosure" for cls in type(closure).__mro__):
+        what = f"`{type(self.lightning_module).__name__}.optimizer_step`"
+        why = "it runs code between backward and the step, which would find parameters updated"
+        fix = f"Call `optimizer.step(closure=optimizer_closure)` with the closure given, or {_OFF}."
+        raise IncompatibleError("optimizer_in_backward", [Problem(what, why, fix)])
+    return previous_method(self, "optimizer_step")(optimizer, closure, *args, **kwargs)
+
+
 def _trained_bytes(module: Any) -> int:
     return sum(p.nbytes for p in trained_parameters(module))
 
@@ -62,6 +83,7 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
         """The settings with what the Trainer clips."""
         self.halves_batches = size_of_batches(arguments["micro_batch_size"]) == "halve"
         self._clipping = ""
+        self._has_watched = False
 
     def conflicts(self, trainer: Any, pl_module: Any) -> Iterator[Problem]:
         yield from super().conflicts(trainer, pl_module)
@@ -122,9 +144,51 @@ class OptimizerInBackwardSetting(OptimizerTechniqueSetting):
         super().start(trainer, pl_module)
         if self.handles:
             self.rows = [self._row_of(trainer, handle) for handle in self.handles]
+        if not self.handles:
+            return
         for handle in self.handles:
             if handle.target in ACTIVE_UPDATES:
                 ACTIVE_UPDATES[handle.target].advice = advice_for(pl_module)
+        self._undo += [
+            refuse_reads(one, hook)
+            for hook in READING_HOOKS
+            for one in find_owners(trainer, pl_module, hook)
+        ]
+        self._undo.append(refuse_reads(pl_module, ZEROING_HOOK))
+        if has_foreign(pl_module, "optimizer_step"):
+            self._undo.append(patch_method(trainer.strategy, optimizer_step))
+        self._has_watched = False
+
+    def watch(self, trainer: Any, *, is_start: bool) -> None:
+        """Look before the first step at what callbacks have added since."""
+        if self._has_watched or not self.handles:
+            return
+        self._has_watched = True
+        problems = [*self._problems_of_wrappers(trainer), *self._problems_of_hooks(trainer)]
+        if problems and self.is_asked:
+            raise IncompatibleError("MemSaveCallback", problems)
+        if problems:
+            self.yield_to(problems, trainer, trainer.lightning_module)
+            log_info(trainer, f"{self.name}: off, {self.rows[0].details[0]}.")
+
+    def _problems_of_wrappers(self, trainer: Any) -> Iterator[Problem]:
+        own = [handle.target for handle in self.handles]
+        for optimizer in trainer.optimizers:
+            step = type(optimizer).step.__get__(optimizer)
+            if optimizer not in own and reads_gradients(step, trainer.lightning_module):
+                what = f"`{type(optimizer).__name__}.step`"
+                yield Problem(what, f"it reads gradients, {FREED}", _FIX)
+
+    def _problems_of_hooks(self, trainer: Any) -> Iterator[Problem]:
+        for name, param in trainer.lightning_module.named_parameters():
+            if has_foreign_hook(param, only_late=self.is_asked):
+                what = f"a hook of `register_post_accumulate_grad_hook` on `{name}`"
+                if self.is_asked:
+                    why = "it was registered after `setup`, and runs after the update"
+                    yield Problem(what, why, f"Register it in `__init__`, or {_OFF}.")
+                else:
+                    yield Problem(what, "it may use parameters that are updated already", _FIX)
+                return
 
     def keep_gradients(self, num_bytes: int) -> None:
         """Let gradients that wait for their total norm stay on the device, up to ``num_bytes``."""

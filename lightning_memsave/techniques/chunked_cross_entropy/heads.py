@@ -172,7 +172,7 @@ def is_traced() -> bool:
 
 aten = torch.ops.aten
 # Of a weight: its embeddings' nodes in graphs, which end with these.
-_NODES = "_memsave_nodes"
+NODES = "_memsave_nodes"
 
 
 def can_share(module: nn.Module, weight: Tensor) -> bool:
@@ -213,7 +213,7 @@ def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
         return gradient
     task = torch._C._current_graph_task_id()
     will_run = torch._C._will_engine_execute_node
-    nodes = [n for n in own(weight, _NODES) or () if n.last_task != task and will_run(n)]
+    nodes = [n for n in own(weight, NODES) or () if n.last_task != task and will_run(n)]
     if not nodes:
         return gradient
     held = nodes[0].held
@@ -242,9 +242,9 @@ class _Embedding(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.padding, ctx.num_words = padding, len(weight)
         ctx.held, ctx.last_task = None, None
-        if own(weight, _NODES) is None:
-            set_own(weight, _NODES, WeakSet())
-        own(weight, _NODES).add(ctx)
+        if own(weight, NODES) is None:
+            set_own(weight, NODES, WeakSet())
+        own(weight, NODES).add(ctx)
         return aten.embedding(weight, input, padding)
 
     @staticmethod

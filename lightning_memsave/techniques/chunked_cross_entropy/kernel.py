@@ -72,7 +72,7 @@ def _is_most(num_counted: int, num_rows: int) -> bool:
 
 
 # Of a weight, by whether there are gradients: evaluation has other labels, and needs less memory.
-_COUNTED = "_memsave_counted"
+COUNTED = "_memsave_counted"
 
 
 def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | None:
@@ -85,9 +85,9 @@ def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | N
         return torch.nonzero_static(counted, size=num_counted).squeeze(1)
     tensors = (*operands.inputs, *operands.weights)
     has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if own(operands.weights[0], _COUNTED) is None:
-        set_own(operands.weights[0], _COUNTED, {True: _Counted(), False: _Counted()})
-    latest: _Counted = own(operands.weights[0], _COUNTED)[has_backward]
+    if own(operands.weights[0], COUNTED) is None:
+        set_own(operands.weights[0], COUNTED, {True: _Counted(), False: _Counted()})
+    latest: _Counted = own(operands.weights[0], COUNTED)[has_backward]
     # What fake tensors know is known at once. What is computed again in backward must choose again
     # what it has chosen before, which only the labels themselves decide: hooks on saved tensors are
     # those of `torch.utils.checkpoint`, around a loss, among others.
@@ -101,7 +101,7 @@ def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | N
 
 
 # Of a weight: gradients from forward that wait for backward, weakly, as their graph frees them.
-_READY = "_memsave_ready"
+READY = "_memsave_ready"
 
 
 def linear_cross_entropy(
@@ -257,10 +257,10 @@ def _trained_weights(call: Call, needs: tuple[bool, ...]) -> list[Tensor]:
 
 # A model that sums many losses would hold a gradient of the weight for each of them.
 def _is_ready(call: Call, needs: tuple[bool, ...]) -> bool:
-    refs = [own(weight, _READY) for weight in _trained_weights(call, needs)]
+    refs = [own(weight, READY) for weight in _trained_weights(call, needs)]
     return any(ref is not None and ref() is not None for ref in refs)
 
 
 def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
     for weight in _trained_weights(call, needs):
-        set_own(weight, _READY, weakref.ref(ready))
+        set_own(weight, READY, weakref.ref(ready))

@@ -222,8 +222,12 @@ class Part:
         if self.computed is None:
             # With the grad mode of its creation, not the current one.
             is_inference = self.product.operands.inputs[0].is_inference()
-            modes = torch.inference_mode(is_inference), torch.set_grad_enabled(self._had_grad)
-            with modes[0], modes[1], self.product.trained_as_deferred():
+            with (
+                torch.inference_mode(is_inference),
+                # Sets the mode when it is made, which must be inside of the inference mode.
+                torch.set_grad_enabled(self._had_grad),
+                self.product.trained_as_deferred(),
+            ):
                 self.computed = self.compute_from(None)
         return self.computed
 

@@ -1,5 +1,6 @@
 """Compute cross-entropy on a linear head in chunks, without materializing the logits."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
@@ -14,11 +15,13 @@ from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
 from lightning_memsave.techniques.chunked_cross_entropy.heads import (
+    NODES,
     can_share,
     find_heads,
     read_head,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.heads import forward as look_up
+from lightning_memsave.techniques.chunked_cross_entropy.kernel import COUNTED, READY
 from lightning_memsave.techniques.chunked_cross_entropy.products import HeadSettings, Product
 from lightning_memsave.techniques.host_weight import asks_for_host_weights
 
@@ -117,8 +120,9 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         heads, skipped = self._find(target)
         if not heads and not skipped:
             skipped = [self._nothing_found(target)]
-        undo = []
+        undo: list[Callable[[], None]] = []
         for block in heads:
+            undo.append(functools.partial(_forget_marks, block.module))
             undo.append(patch_method(block.module, forward))
             undo.append(_set(block.module, HeadSettings(block.name, self.chunk_size)))
         tied = _tied_embeddings(target, heads)
@@ -150,6 +154,12 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             f"no linear layer of `{name}` with at least 1,024 outputs, and more outputs than "
             'inputs, is outside of its blocks. Name it: `ChunkedCrossEntropy(heads="lm_head")`'
         )
+
+
+def _forget_marks(head: nn.Module) -> None:
+    for weight in head.parameters():
+        for name in (COUNTED, READY, NODES):
+            vars(weight).pop(name, None)
 
 
 # Named like the method that it replaces.

@@ -4,7 +4,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,6 +190,7 @@ class _PerParameterBits(_Base):
 
     def state_dict(self) -> dict[str, Any]:
         state_dict: dict[str, Any] = super().state_dict()
+        state_dict["state"] = {key: {**own} for key, own in state_dict["state"].items()}
         if not are_sharded(parameters_of(self)):
             return state_dict
         return sharded_state_dict(self, state_dict)
@@ -232,6 +235,8 @@ class _PerParameterBits(_Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        states = {param: _state_of_parameter(own) for param, own in self.state.items()}
+        self.state = defaultdict(_state_of_parameter, states)
         if "mng" not in vars(self):  # a copy, not the end of `load_state_dict`
             from bitsandbytes.functional import GlobalPageManager  # noqa: PLC0415
             from bitsandbytes.optim.optimizer import GlobalOptimManager  # noqa: PLC0415
@@ -307,6 +312,17 @@ class _PerParameterBits(_Base):
         paged.copy_(tensor)
         self.page_mng.paged_tensors.append(paged)
         self.state[p][key] = paged
+
+
+def _state_of_parameter(own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    return defaultdict(_refuse_other_names, own)
+
+
+def _refuse_other_names() -> Any:
+    what = "optimizer state under a name of torch's optimizers, such as `exp_avg`"
+    why = "8-bit moments are `state1` and `state2`, with scales in `absmax1` and `absmax2`"
+    fix = "Set `optimizer=None` where code reads or changes state."
+    raise IncompatibleError("low_bit_optimizer", [Problem(what, why, fix)])
 
 
 def find_obstacle(device: torch.device) -> tuple[str, str] | None:
@@ -425,7 +441,7 @@ def build(
     momentum = {"momentum": 0.9} if kind.word == "sgd" else {}
     # With a dummy parameter: the constructor would write bitsandbytes' own keys into the groups.
     new = cls([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, **momentum)
-    new.state.clear()
+    new.state = defaultdict(_state_of_parameter)
     new.param_groups = list(optimizer.param_groups)
     new.defaults = dict(optimizer.defaults)
     new.min_8bit_size = min_8bit_size

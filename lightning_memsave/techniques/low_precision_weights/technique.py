@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.core.optimizers import parameters_of
 from lightning_memsave.core.out_of_memory import is_out_of_memory
@@ -418,14 +419,25 @@ def _widen(params: list[nn.Parameter]) -> None:
             return
 
 
+def _why_not_rounded(optimizer: Optimizer) -> str:
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
+    inner = next((v for v in tree_leaves(own) if isinstance(v, Optimizer)), None)
+    if inner is not None:
+        return f"it steps through the `{type(inner).__name__}` that it holds, and may do so twice"
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        return "its `train` and `eval` mix weights with state, which nothing rounds"
+    if couples_parameters(optimizer):
+        return "it was not found to update each parameter alone, as rounded updates do"
+    return ""
+
+
 def _problems_of(optimizer: Optimizer) -> list[Problem]:
     what, problems = f"`{type(optimizer).__name__}`", wrapper_problems(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         why = "it tries several updates in one step and reverts them"
         fix = "Use another optimizer, or set `low_precision_weights=None`."
         problems.append(Problem(what, why, fix))
-    elif couples_parameters(optimizer):
-        why = "it was not found to update each parameter alone, as rounded updates do"
+    elif why := _why_not_rounded(optimizer):
         fix = "Use an optimizer such as AdamW, or set `low_precision_weights=None`."
         problems.append(Problem(what, why, fix))
     if rounded_step_of(optimizer) is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
-from lightning_memsave.core.optimizers import has_foreign_hooks, parameters_of
+from lightning_memsave.core.optimizers import foreign_hooks, parameters_of
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.techniques.group_settings import share_written
 from lightning_memsave.techniques.offloading.device_tiles import (
@@ -102,7 +102,7 @@ class HostUpdates(StepOwner):
             self.residence.finish(besides=settled)
             with scaling(optimizer, is_on_host=True):
                 updated = self._update(optimizer, gradients, settled)
-        if self.residence.is_watched or has_foreign_hooks(optimizer):
+        if self.residence.is_watched or foreign_hooks(optimizer):
             self.residence.wait()
             if self.residence.processes is not None:
                 self.residence.processes.remember_weights()

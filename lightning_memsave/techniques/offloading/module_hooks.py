@@ -30,6 +30,8 @@ def move_with(
     undo = set_residence(model.modules(), params, residence)
     in_blocks = {id(m) for block in blocks for m in block.module.modules()}
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # whose weights stay on the device
+            continue
         undo += [
             set_own(module, BEFORE_COPIES, residence.complete),
             module.register_state_dict_pre_hook(_wait).remove,

@@ -20,7 +20,7 @@ from lightning_memsave.core.blocks import (
 )
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.optimizers import parameters_of
-from lightning_memsave.core.technique import Exactness, Offer, Technique
+from lightning_memsave.core.technique import Exactness, Offer, Technique, undone_on_error
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.host_memory import HostMemory
@@ -310,42 +310,41 @@ class Offloading(Technique[nn.Module]):
         worker = HostWorker(in_background=is_here, num_threads=self.num_threads)
         residence: Residence | None = None
         undo: list[Callable[[], None]] = [worker.close]
-        tables, heads_left = self._tables(target)
-        params, _ = self._chosen(target, blocks, tables)
-        self._refuse(target, params, tables)
-        if params or tables:
-            own_blocks = on_host if params else []
-            residence = Residence(
-                target,
-                own_blocks,
-                params,
-                worker,
-                memory,
-                tables=tables,
-                num_on_device=self.num_blocks_on_device if "parameters" in self._kinds else None,
-                processes=self.processes,
+        with undone_on_error(undo):
+            tables, heads_left = self._tables(target)
+            params, _ = self._chosen(target, blocks, tables)
+            self._refuse(target, params, tables)
+            if params or tables:
+                own_blocks = on_host if params else []
+                residence = Residence(
+                    target,
+                    own_blocks,
+                    params,
+                    worker,
+                    memory,
+                    tables=tables,
+                    num_on_device=self.num_blocks_on_device
+                    if "parameters" in self._kinds
+                    else None,
+                    processes=self.processes,
+                )
+                undo += [*replace_while_offloaded(), *tell_device(target), residence.release]
+                undo += residence.start()
+                undo += move_with(target, residence, blocks)
+                undo += look_up_on_host(target, residence)
+            copies_of = functools.partial(copies_for, worker=worker, memory=memory)
+            activations = functools.partial(
+                OffloadedActivations, copies_of=copies_of, memory=memory, min_bytes=self.min_bytes
             )
-            undo += [
-                *replace_while_offloaded(),
-                *tell_device(target),
-                residence.release,
-                *residence.start(),
-                *move_with(target, residence, blocks),
-                *look_up_on_host(target, residence),
-            ]
-        copies_of = functools.partial(copies_for, worker=worker, memory=memory)
-        activations = functools.partial(
-            OffloadedActivations, copies_of=copies_of, memory=memory, min_bytes=self.min_bytes
-        )
-        blocks_on_host = BlocksOnHost(
-            blocks,
-            len(on_host),
-            residence,
-            functools.partial(self._weights_of, target, blocks, tables) if params else None,
-            activations if "activations" in self._kinds and blocks else None,
-        )
-        undo.append(blocks_on_host.stop)
-        blocks_on_host.start()
+            blocks_on_host = BlocksOnHost(
+                blocks,
+                len(on_host),
+                residence,
+                functools.partial(self._weights_of, target, blocks, tables) if params else None,
+                activations if "activations" in self._kinds and blocks else None,
+            )
+            undo.append(blocks_on_host.stop)
+            blocks_on_host.start()
         describe = functools.partial(self._describe, target, blocks, tables, heads_left)
         handle = OffloadingHandle(target, *describe(len(blocks) - len(on_host)), undo)
         handle.residence, handle.memory = residence, memory

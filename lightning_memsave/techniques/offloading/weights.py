@@ -84,6 +84,13 @@ def choose_weights(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         for param in module.parameters(recurse=False)
     }
+    # Their forward runs no hooks of Python that could move weights.
+    scripted = {
+        param
+        for module in model.modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        for param in module.parameters()
+    }
     sharing, done = shared_parameters(model), {id(param) for param in tables}
 
     def reason(param: nn.Parameter) -> str:
@@ -94,6 +101,8 @@ def choose_weights(
             return "frozen"
         if not is_plain(param):
             return "of a special class"
+        if param in scripted:
+            return "of scripted modules"
         if param in sparse:
             return "with sparse gradients"
         return "with shared memory" if param in sharing else ""

@@ -11,11 +11,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memsave.core.optimizers import parameters_of
+from lightning_memsave.core.gradient_reads import reads_gradients
+from lightning_memsave.core.optimizers import foreign_hooks, parameters_of
 from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques.optimizer_in_backward.freed_gradients import (
+    FREED,
+    READ_BEFORE,
+    READING_HOOKS,
+)
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     GradientUpdates,
@@ -171,6 +177,10 @@ class OptimizerInBackward(Technique[Optimizer]):
         for hook, why in _OF_MODULE.items():
             if (owner := f"{facts.module}.{hook}") in facts.overridden(hook):
                 yield f"`{owner}` {why}", f"Remove that method, or {off}."
+        yield from self._reasons_against_readers(facts, off)
+        yield from self._reasons_against_strategy(facts)
+
+    def _reasons_against_readers(self, facts: TrainerFacts, off: str) -> Iterator[tuple[str, str]]:
         # Between backward and step, where gradients and settings are read and changed.
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             for owner in facts.overridden(hook):
@@ -179,7 +189,9 @@ class OptimizerInBackward(Technique[Optimizer]):
                     "what it does to gradients, learning rates or weight decay has no effect",
                     f"Remove that method, or {off}.",
                 )
-        yield from self._reasons_against_strategy(facts)
+        for hook in ("backward", "optimizer_step", *READING_HOOKS):
+            for owner in facts.gradient_readers(hook):
+                yield f"`{owner}` reads gradients, {FREED}", f"{READ_BEFORE}, or {off}."
 
     def _reasons_against_strategy(self, facts: TrainerFacts) -> Iterator[tuple[str, str]]:
         off = f"set `{self.argument}=None`"
@@ -229,6 +241,9 @@ class OptimizerInBackward(Technique[Optimizer]):
             fix += "`optimizer_in_backward=None`."
             what = f"`{name}` with bitsandbytes' overrides"
             problems.append(Problem(what, f"{why}one by one", fix))
+        if any(reads_gradients(hook, target) for hook in foreign_hooks(target)):
+            what, fix = f"a step hook of `{name}`", f"{READ_BEFORE}, or remove that hook."
+            problems.append(Problem(what, f"it reads gradients, {FREED}", fix))
         if any(group.get("differentiable") for group in target.param_groups):
             what, why = f"`{name}(differentiable=True)`", "the graph of a step would keep all"
             problems.append(Problem(what, f"{why} gradients alive", "Set `differentiable=False`."))

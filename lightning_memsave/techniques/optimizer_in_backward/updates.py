@@ -86,6 +86,8 @@ class GradientUpdates:
         self._group_bytes = group_bytes
         self._hooks: Any = WeakTensorKeyDictionary()
         self._taken: set[int] = set()
+        self.freed: set[int] = set()
+        """Ids of parameters whose gradients an ordinary step would have left until zeroing."""
         self._gathered: dict[Any, _Gathered] = {}
         self.has_updated = False
         """Whether a parameter was updated since the last step of the optimizer."""
@@ -149,6 +151,8 @@ class GradientUpdates:
 
     def _take(self, param: nn.Parameter) -> None:
         optimizer = self._optimizer()
+        if self.freed:
+            self.freed = set()
         if self.is_accumulating or optimizer is None or param.grad is None:
             return
         with self._lock, torch.no_grad():
@@ -247,6 +251,7 @@ class GradientUpdates:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         apply_written(optimizer)
+        self.freed, self._taken = self._taken, set()
         self.forget()
         self._watch_parameters(optimizer)
 
@@ -353,6 +358,8 @@ class UpdatesInBackward(GradientUpdates):
     @torch.no_grad()
     def take(self, param: nn.Parameter, part: Part) -> bool:
         optimizer, residence, grad = self._optimizer(), self._residence(), param.grad
+        if self.freed:
+            self.freed = set()
         is_own = optimizer is not None and owns(optimizer, param)
         if not is_own or self.is_accumulating or part.sums_gradients_of(param):
             return False
