@@ -34,6 +34,7 @@ from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import leaves_open, with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
+from lightning_memsave.trainer.checkpoint_files import stream_checkpoints
 from lightning_memsave.trainer.distributed import problems_of_batches
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
@@ -230,8 +231,7 @@ class MemSaveCallback(CallbackBase):
         is_fit = stage == "fit"
         self._ranks = watch_ranks(trainer) if is_fit and trainer.world_size > 1 else None
         apply = self._decide_late() if is_fit else None
-        found = host_form(self.arguments, trainer, pl_module) if is_fit else None
-        if found is not None:
+        if is_fit and (found := host_form(self.arguments, trainer, pl_module)) is not None:
             self._use(*found)
         if not (problems := check_names(trainer, self._used(apply))):
             if apply == self._apply_plan:
@@ -241,6 +241,7 @@ class MemSaveCallback(CallbackBase):
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
         self._user = id(trainer)
+        stream_checkpoints(trainer)
         if not is_fit:
             return
         if apply is None:

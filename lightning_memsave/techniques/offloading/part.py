@@ -14,7 +14,6 @@ from lightning_memsave.core.memory import (
     counted_as,
     host_copies,
     is_fake,
-    is_host,
     mark_as,
     mark_as_host,
     on_cuda,
@@ -23,35 +22,11 @@ from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.flat_memory import in_order, num_owners, shares_memory
 from lightning_memsave.techniques.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.copies import Copies, nothing_to_wait_for
 from lightning_memsave.techniques.offloading.gradients import Gradients
+from lightning_memsave.techniques.offloading.halves import join_weight, split_weight
 from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.tiled_steps import Weights
-
-_HALF_A_UNIT = 0x8000  # of the last bit of bfloat16
-
-
-def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """Split numbers into two halves, from which `join_weight` makes the same bits.
-
-    A NaN becomes the usual one.
-    """
-    # Rounding could make another one a number.
-    bits = values.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)
-    lower.copy_(bits)
-    bits.add_(_HALF_A_UNIT).bitwise_right_shift_(16)
-    upper.view(torch.int16).copy_(bits)
-
-
-def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Tensor:
-    if into is None:
-        into = torch.empty_like(upper, dtype=torch.float32)
-        if is_host(upper.untyped_storage()):
-            mark_as_host(into)
-    # As a signed number, the lower half is negative where the upper one was rounded up.
-    into.copy_(upper).view(torch.int32).add_(lower)
-    return into
-
 
 _Versions = tuple[int, list[tuple[int, int]]]
 
@@ -117,6 +92,7 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
         self._lower: dict[int, Tensor] = {}
+        self._others_are_apart = False  # what is not split: not in one piece with what is
         self._place, self._writes = Place.HOST, Writes.UNKNOWN
         self._is_in_halves = False  # what is split
         self._to_send: list[Tensor] = []
@@ -126,6 +102,7 @@ class Part:
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
+        self._synchronize: Callable[[], None] = nothing_to_wait_for
         self._entered: list[int] = []  # versions of the parameters when they came
         self._written: set[int] = set()  # positions of those that forward writes unseen
         self._updates: list[Future[None]] = []
@@ -209,7 +186,7 @@ class Part:
         self._are_split.discard(index)
         if is_split:
             self._are_split.add(index)
-        self._lower = {}
+        self._lower, self._others_are_apart = {}, False
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
         if self._place is not Place.HOST:
             self._move(Place.HOST)
@@ -295,6 +272,7 @@ class Part:
             self._sole_owners = num_owners(self._on_device)
         self._move(Place.SENT)
         self._wait_for_copies = copies.to_device(self._on_device, self._to_send)
+        self._synchronize = copies.synchronize
         self._sent = self._versions()
 
     # In the order of host memory, so that all that is in one piece there is copied at once.
@@ -423,7 +401,10 @@ class Part:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def join(self) -> None:
-        """Let all weights on the host be whole, where they may be changed."""
+        """Let all weights on the host be whole, where they may be changed.
+
+        Their halves are freed: the whole weights of a model take no more than those did.
+        """
         if not self._is_in_halves:
             return
         own = sorted(self._are_split)
@@ -435,18 +416,23 @@ class Part:
         self._replace_weights(dict(zip(own, whole, strict=True)))
         self._is_in_halves = False
         self._converted = None
+        if not self.is_on_device:  # otherwise what forward writes is compared with them
+            self._synchronize()  # the device may still read them
+            self._to_send, self._lower = [], {}
         self.note_change()
 
     def _convert_to_halves(self) -> None:
         own = sorted(self._are_split)
         others = [index for index in range(len(self.params)) if index not in self._are_split]
         with host_copies():
-            if not self._lower:
+            if not self._others_are_apart:
                 # Memory comes in pieces, and what stays must not be in one with what goes.
                 stay = self._memory.tensors_like([self._weights[index] for index in others])
                 for index, weight in zip(others, stay, strict=True):
                     weight.copy_(self._weights[index])
                 self._replace_weights(dict(zip(others, stay, strict=True)))
+                self._others_are_apart = True
+            if not self._lower:
                 self._to_send = [*self._weights]  # of the others, the device gets the weights
                 forms = [self._forms[index] for index in own]
                 for dtype, into in ((torch.bfloat16, self._to_send), (torch.int16, self._lower)):
@@ -473,16 +459,31 @@ class Part:
             self._weights[index] = weight
 
     def release(self, device: torch.device) -> None:
-        """Give the parameters memory of their own, as they had before."""
+        """Give the parameters memory of their own, as they had before, and free that of the host.
+
+        A device without memory for them raises before anything has changed.
+        """
         self.leave()
         self.gradients.show()
         self._adopt()
-        self.join()
-        for param, weight in zip(self.params, self._weights, strict=True):
-            grad, param.grad = param.grad, None
-            param.data = torch.empty_like(weight, device=device).copy_(weight)
-            if grad is not None:
-                param.grad = grad.to(device, copy=True)
+        own = [torch.empty_like(form, device=device) for form in self._forms]
+        for index, weight in enumerate(own):
+            weight.copy_(self.whole_weight(index))
+        grads = [p.grad if p.grad is None else p.grad.to(device, copy=True) for p in self.params]
+        self._synchronize()  # the device may still read what is freed
+        for param, weight, grad in zip(self.params, own, grads, strict=True):
+            param.grad = None
+            param.data = weight
+            param.grad = grad
+        self._weights, self._to_send, self._on_device, self._lower = own, [], [], {}
+        self._is_in_halves = False
+        self.gradients.free()
+
+    def whole_weight(self, index: int) -> Tensor:
+        """Return a weight on the host: a joined copy of its two halves, or itself."""
+        if self._is_in_halves and index in self._are_split:
+            return join_weight(self._to_send[index], self._lower[index])
+        return self._weights[index]
 
     # Somebody may have given a parameter other data, as `Module.to` does.
     def _adopt(self, *, writes: bool = True) -> None:

@@ -250,10 +250,10 @@ class Residence:
         self.device = torch.device("cpu")
 
     def release(self) -> None:
-        """Give all parameters memory of their own on the device."""
+        """Give all parameters memory of their own on the device, one part after the other."""
         self._is_released = True
         try:
-            self.wait()
+            self.finish()
         finally:
             for part in self.all_parts:
                 part.release(self.device)

@@ -1,0 +1,32 @@
+"""Split float32 weights into a bfloat16 and the 16 bits that it lacks, and join them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.memory import is_host, mark_as_host
+
+_HALF_A_UNIT = 0x8000  # of the last bit of bfloat16
+
+
+def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Split numbers into two halves, from which `join_weight` makes the same bits.
+
+    A NaN becomes the usual one.
+    """
+    # Rounding could make another one a number.
+    bits = values.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)
+    lower.copy_(bits)
+    bits.add_(_HALF_A_UNIT).bitwise_right_shift_(16)
+    upper.view(torch.int16).copy_(bits)
+
+
+def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Tensor:
+    if into is None:
+        into = torch.empty_like(upper, dtype=torch.float32)
+        if is_host(upper.untyped_storage()):
+            mark_as_host(into)
+    # As a signed number, the lower half is negative where the upper one was rounded up.
+    into.copy_(upper).view(torch.int32).add_(lower)
+    return into
