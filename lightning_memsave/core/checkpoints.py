@@ -35,8 +35,8 @@ def reduced(form: Tensor, storage: LateStorage) -> Any:
     template = torch.empty(0, dtype=form.dtype)
     rebuild, (_, _, _, _, *rest) = template.__reduce_ex__(2)
     typed: Any = torch.storage.TypedStorage(wrap_storage=storage, dtype=form.dtype, _internal=True)
-    typed._fake_device = torch.device("cpu")
-    return rebuild, (typed, 0, form.size(), form.stride(), *rest)
+    typed._fake_device = "cpu"  # the same object as of all others, so that the bytes are the same
+    return rebuild, (typed, 0, tuple(form.size()), form.stride(), *rest)
 
 
 def is_streaming() -> bool:

@@ -94,7 +94,8 @@ class Part:
         self._lower: dict[int, Tensor] = {}
         self._others_are_apart = False  # what is not split: not in one piece with what is
         self._place, self._writes = Place.HOST, Writes.UNKNOWN
-        self._is_in_halves = False  # what is split
+        self.is_in_halves = False
+        """Whether what is split is nowhere whole on the host."""
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -395,7 +396,7 @@ class Part:
         self._converted = self._versions()
 
     def keep_halves(self) -> None:
-        if self._are_split and not self._is_in_halves:
+        if self._are_split and not self.is_in_halves:
             self.convert()
 
     @torch.inference_mode(mode=False)
@@ -405,7 +406,7 @@ class Part:
 
         Their halves are freed: the whole weights of a model take no more than those did.
         """
-        if not self._is_in_halves:
+        if not self.is_in_halves:
             return
         own = sorted(self._are_split)
         # Not of the memory that is locked for a GPU: it does not copy these weights.
@@ -414,7 +415,7 @@ class Part:
             for index, weight in zip(own, whole, strict=True):
                 join_weight(self._to_send[index], self._lower[index], weight)
         self._replace_weights(dict(zip(own, whole, strict=True)))
-        self._is_in_halves = False
+        self.is_in_halves = False
         self._converted = None
         if not self.is_on_device:  # otherwise what forward writes is compared with them
             self._synchronize()  # the device may still read them
@@ -439,7 +440,7 @@ class Part:
                     halves = self._memory.tensors_like(forms, [dtype] * len(own))
                     for index, half in zip(own, halves, strict=True):
                         into[index] = half
-            if not self._is_in_halves:
+            if not self.is_in_halves:
                 for index in own:
                     split_weight(self._weights[index], self._to_send[index], self._lower[index])
                 empty = torch.empty((), dtype=torch.float32, device="meta")
@@ -450,7 +451,7 @@ class Part:
                         for index, each in zip(own, nan, strict=True)
                     }
                 )
-                self._is_in_halves = True
+                self.is_in_halves = True
 
     def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
         for index, weight in weights.items():
@@ -468,7 +469,7 @@ class Part:
         self._adopt()
         own = [torch.empty_like(form, device=device) for form in self._forms]
         for index, weight in enumerate(own):
-            weight.copy_(self.whole_weight(index))
+            weight.copy_(self._whole(index))
         grads = [p.grad if p.grad is None else p.grad.to(device, copy=True) for p in self.params]
         self._synchronize()  # the device may still read what is freed
         for param, weight, grad in zip(self.params, own, grads, strict=True):
@@ -476,13 +477,26 @@ class Part:
             param.data = weight
             param.grad = grad
         self._weights, self._to_send, self._on_device, self._lower = own, [], [], {}
-        self._is_in_halves = False
+        self.is_in_halves = False
         self.gradients.free()
 
-    def whole_weight(self, index: int) -> Tensor:
-        """Return a weight on the host: a joined copy of its two halves, or itself."""
-        if self._is_in_halves and index in self._are_split:
-            return join_weight(self._to_send[index], self._lower[index])
+    def settle(self) -> None:
+        """Let weights on the host be whole and up to date for code that may change them."""
+        self.wait()
+        self.join()
+        self.note_change()
+
+    def read(self, param: Tensor) -> Tensor:
+        """Return a weight on the host, up to date: a joined copy of its two halves, or itself."""
+        self.wait()
+        return self._whole(self._positions[id(param)])
+
+    def _whole(self, index: int) -> Tensor:
+        if self.is_in_halves and index in self._are_split:
+            # Pages of their own, which the system gets back at once.
+            (whole,) = HostMemory().tensors_like([self._forms[index]])
+            with host_copies():
+                return join_weight(self._to_send[index], self._lower[index], whole)
         return self._weights[index]
 
     # Somebody may have given a parameter other data, as `Module.to` does.

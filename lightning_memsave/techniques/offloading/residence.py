@@ -85,7 +85,7 @@ class Residence:
         self._depth = 0
         self._has_graph = False
         self._uses: list[weakref.ref[Any]] = []  # of weights, after the model has returned
-        self._is_released = False
+        self._is_released = self._keeps_halves = False
         self._task = _NO_TASK
         self._model = weakref.ref(model)
         if processes is not None:
@@ -213,8 +213,17 @@ class Residence:
     def wait(self) -> None:
         """Finish all updates, and let all parameters be on the host, where they may be changed."""
         self.finish()
-        for part in self.all_parts:
+        for part in () if self._keeps_halves else self.all_parts:
             part.join()
+
+    @contextlib.contextmanager
+    def in_halves(self) -> Iterator[None]:
+        """Let hooks of a state dict find updates finished, but weights not joined."""
+        self._keeps_halves = True
+        try:
+            yield
+        finally:
+            self._keeps_halves = False
 
     def complete(self) -> None:
         """Finish updates of parameters on the host; those that a pass has on the device stay."""
