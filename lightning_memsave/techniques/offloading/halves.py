@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.memory import is_host, mark_as_host
+from lightning_memsave.core.memory import is_fake, is_host, mark_as_host
 
 _HALF_A_UNIT = 0x8000  # of the last bit of bfloat16
+_TILE_NUMEL = 2**18
 
 
 def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
@@ -28,5 +29,12 @@ def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Ten
         if is_host(upper.untyped_storage()):
             mark_as_host(into)
     # As a signed number, the lower half is negative where the upper one was rounded up.
-    into.copy_(upper).view(torch.int32).add_(lower)
+    tensors = upper, lower, into
+    if into.device.type != "cpu" or is_fake(into) or not all(t.is_contiguous() for t in tensors):
+        into.copy_(upper).view(torch.int32).add_(lower)
+        return into
+    # A sum of two types makes a copy: malloc would keep those of all weights of a model.
+    bits = torch.empty(min(_TILE_NUMEL, into.numel()), dtype=torch.int32)
+    for high, low, whole in zip(*(t.view(-1).split(_TILE_NUMEL) for t in tensors), strict=True):
+        whole.copy_(high).view(torch.int32).add_(bits[: len(low)].copy_(low))
     return into

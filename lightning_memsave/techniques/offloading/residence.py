@@ -18,7 +18,7 @@ from lightning_memsave.core.patching import own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
 from lightning_memsave.techniques.flat_memory import is_in_piece
-from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.host_memory import HostMemory, trim_heap
 from lightning_memsave.techniques.offloading.copies import Copies, copies_for
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
@@ -88,6 +88,7 @@ class Residence:
         self._is_released = self._keeps_halves = False
         self._task = _NO_TASK
         self._model = weakref.ref(model)
+        trim_heap()  # weights have moved
         if processes is not None:
             worker.num_processes = processes.size
             processes.start(self.parts)
@@ -266,6 +267,7 @@ class Residence:
         finally:
             for part in self.all_parts:
                 part.release(self.device)
+                trim_heap()
 
     # Optimizers need whole weights, and the kernels of bitsandbytes change them unseen.
     def _watch_steps(self) -> list[Callable[[], None]]:
