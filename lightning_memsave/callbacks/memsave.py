@@ -32,7 +32,7 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import leaves_open, with_plan, with_preset
+from lightning_memsave.techniques.registry import frees_early, leaves_open, with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.checkpoint_files import stream_checkpoints
 from lightning_memsave.trainer.distributed import problems_of_batches
@@ -60,8 +60,9 @@ class MemSaveCallback(CallbackBase):
     switched on, what was not, and why; ``memsave_report.json`` in the run's log directory repeats
     it with the memory that was measured.
 
-    The gradients of the step before are freed before the forward pass, and outputs that nothing
-    reads before backward, unless ``preset="off"`` is all that is written.
+    The gradients of the step before are freed before the forward pass, outputs that nothing reads
+    before backward, and checkpoints are written through to their file, without a copy of it in host
+    memory, unless ``preset="off"`` is all that is written.
 
     Each argument from ``activation_checkpointing`` to ``attention`` can be ``"auto"``, which
     means the value of the preset, ``None``, which leaves the project unchanged, or a value, which
@@ -162,8 +163,7 @@ class MemSaveCallback(CallbackBase):
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_setup: list[Callable[[], None]] = []
         self._prediction = RunPrediction(time_limit(predict))
-        self._is_disabled = False
-        self._has_warned_of_window = False
+        self._is_disabled = self._has_warned_of_window = False
         # The Trainer between `setup` and the end of its run; its id, as callbacks are pickled.
         self._user: int | None = None
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
@@ -241,7 +241,6 @@ class MemSaveCallback(CallbackBase):
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
         self._user = id(trainer)
-        stream_checkpoints(trainer)
         if not is_fit:
             return
         if apply is None:
@@ -250,9 +249,11 @@ class MemSaveCallback(CallbackBase):
             function = functools.partial(self._apply_late, apply, trainer, pl_module)
             self._undo_setup.append(before_strategy_setup(trainer, function))
         with self._settings.undone_on_error():
-            self._measure(trainer, pl_module)
+            self._prepare(trainer, pl_module)
 
-    def _measure(self, trainer: Any, pl_module: Any) -> None:
+    def _prepare(self, trainer: Any, pl_module: Any) -> None:
+        if frees_early(self.arguments):
+            stream_checkpoints(trainer)
         own = first_of(trainer, GPUMemoryMonitor)
         self._reported = own or self.monitor
         added = [self.monitor] if own is None and self.monitor is not None else []
@@ -475,10 +476,8 @@ class MemSaveCallback(CallbackBase):
     ) -> None:
         directory, self._directory = self._directory, None
         has_started, self._has_started = self._has_started, False
-        is_due = directory is not None and (has_started or is_always)
-        if directory is None or not (
-            is_due and self.arguments["report"] and trainer.is_global_zero
-        ):
+        is_due = self.arguments["report"] and (has_started or is_always)
+        if directory is None or not (is_due and trainer.is_global_zero):
             return
         # In an evaluation the figures are those of an earlier fit.
         summary = self._reported.summary if has_started and self._reported is not None else None

@@ -51,10 +51,11 @@ def save_checkpoint(self: Any, checkpoint: Any, path: Any, storage_options: Any 
         previous_method(self, "save_checkpoint")(checkpoint, path, storage_options)
         return
     filesystem, place, is_local = _place_of(path)
-    filesystem.makedirs(os.path.dirname(place), exist_ok=True)
+    filesystem.makedirs(place.rpartition("/")[0], exist_ok=True)
     if is_local:
-        for left in glob.glob(f"{glob.escape(str(_hidden(place)))}.*.tmp"):  # of a killed process
-            Path(left).unlink(missing_ok=True)
+        folder, name = Path(place).parent, glob.escape(Path(place).name)
+        for left in folder.glob(f".{name}.*.tmp"):  # of a killed process
+            left.unlink(missing_ok=True)
         with replacing(place, is_link_kept=False) as file:
             write(checkpoint, file)
         return
@@ -67,7 +68,7 @@ def load_checkpoint(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
     method = previous_method(self, "load_checkpoint")
     _, place, is_local = _place_of(path)
     # In another system, a mapped file cannot be replaced.
-    if not (is_local and os.name == "posix" and os.path.isfile(place) and _is_archive(place)):
+    if not (is_local and os.name == "posix" and _is_archive(Path(place))):
         return method(path, *args, **kwargs)
     bound = inspect.signature(type(self).load_checkpoint).bind(self, path, *args, **kwargs)
     bound.apply_defaults()
@@ -87,11 +88,8 @@ def _place_of(path: Any) -> tuple[Any, str, bool]:
     return filesystem, place, isinstance(filesystem, LocalFileSystem)
 
 
-def _hidden(place: str) -> Path:
-    path = Path(place)
-    return path.with_name(f".{path.name}")
-
-
-def _is_archive(place: str) -> bool:
-    with open(place, "rb") as file:
+def _is_archive(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
         return file.read(2) == b"PK" and zipfile.is_zipfile(place)

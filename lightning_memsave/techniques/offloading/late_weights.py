@@ -3,12 +3,12 @@
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_memsave.core.checkpoints import is_streaming, late_storage, reduced
 from lightning_memsave.core.patching import previous_method
+from lightning_memsave.core.saved_state import with_attribute
 from lightning_memsave.techniques.offloading.hooks_of_users import SAY_NO_VALUES, Settled
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.residences import residence_of
@@ -81,5 +81,5 @@ def lightning_module_state_dict(self: Any) -> Any:
     if residence is None:
         return method()
     residence.finish()
-    with residence.in_halves(), WithLateWeights(residence):
+    with with_attribute([residence], "keeps_halves", True), WithLateWeights(residence):
         return method()

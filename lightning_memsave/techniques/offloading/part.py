@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from lightning_memsave.core.memory import (
     host_copies,
     is_fake,
     mark_as,
-    mark_as_host,
     on_cuda,
 )
 from lightning_memsave.core.states import next_state
@@ -26,40 +24,10 @@ from lightning_memsave.techniques.offloading.copies import Copies, nothing_to_wa
 from lightning_memsave.techniques.offloading.gradients import Gradients
 from lightning_memsave.techniques.offloading.halves import join_weight, split_weight
 from lightning_memsave.techniques.offloading.host_worker import wait_for
+from lightning_memsave.techniques.offloading.part_states import FINDINGS, MOVES, Place, Writes
 from lightning_memsave.techniques.tiled_steps import Weights
 
 _Versions = tuple[int, list[tuple[int, int]]]
-
-
-class Place(Enum):
-    HOST = auto()
-    SENT = auto()  # on the host, with copies on the device or on their way there
-    DEVICE = auto()
-    TAKEN_BACK = auto()  # on the device, and what forward has written is on the host
-    # From one to another: `send`, `enter`, `take_back`, `leave`, and `drop` or another type.
-
-
-_MOVES = {
-    Place.HOST: (Place.SENT,),
-    Place.SENT: (Place.SENT, Place.DEVICE, Place.HOST),
-    Place.DEVICE: (Place.TAKEN_BACK,),
-    Place.TAKEN_BACK: (Place.SENT,),
-}
-
-
-class Writes(Enum):
-    """Whether it is known which parameters forward writes in ways that torch does not count."""
-
-    UNKNOWN = auto()
-    COMPARED = auto()  # in a training pass, whose weights are all compared with those on the host
-    KNOWN = auto()  # a training pass has shown it
-
-
-_FINDINGS = {
-    Writes.UNKNOWN: (Writes.UNKNOWN, Writes.COMPARED, Writes.KNOWN),
-    Writes.COMPARED: (Writes.COMPARED, Writes.UNKNOWN),
-    Writes.KNOWN: (Writes.KNOWN,),
-}
 
 
 class Part:
@@ -118,7 +86,7 @@ class Part:
         return self._place in (Place.DEVICE, Place.TAKEN_BACK)
 
     def _move(self, place: Place) -> None:
-        self._place = next_state(self._place, place, _MOVES)
+        self._place = next_state(self._place, place, MOVES)
 
     @property
     def is_updating(self) -> bool:
@@ -298,7 +266,7 @@ class Part:
     def watch_gradients(self) -> None:
         """Put gradients from before aside when autograd is about to add others to them."""
         if self._writes is not Writes.KNOWN:  # it copies all weights to the host
-            self._writes = next_state(self._writes, Writes.COMPARED, _FINDINGS)
+            self._writes = next_state(self._writes, Writes.COMPARED, FINDINGS)
         self.gradients.watch()
 
     def leave(self) -> None:
@@ -306,7 +274,7 @@ class Part:
             return
         self.take_back()
         if self._writes is Writes.COMPARED:
-            self._writes = next_state(self._writes, Writes.UNKNOWN, _FINDINGS)
+            self._writes = next_state(self._writes, Writes.UNKNOWN, FINDINGS)
         self.gradients.stop_watching()
         for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
@@ -315,7 +283,7 @@ class Part:
 
     def know_writes(self) -> None:
         """Note that a training pass has shown which parameters forward writes unseen."""
-        self._writes = next_state(self._writes, Writes.KNOWN, _FINDINGS)
+        self._writes = next_state(self._writes, Writes.KNOWN, FINDINGS)
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()

@@ -34,6 +34,8 @@ PART = "_memsave_part"
 class Residence:
     """Decides when the parameters of a model are on the device."""
 
+    keeps_halves = False
+    """Whether `wait` joins no weights, as a state dict is made that joins them later."""
     before_blocks = contextlib.ExitStack()  # of a step: left where it calls a block, which waits
 
     def __init__(
@@ -82,13 +84,11 @@ class Residence:
         self._entered: list[Part] = []  # that are on the device, and some that were
         # Those that were sent ahead, and in backward, while the graph may still have held weights.
         self._following, self._left = list[Part](), list[Part]()
-        self._depth = 0
-        self._has_graph = False
+        self._depth, self._has_graph = 0, False
         self._uses: list[weakref.ref[Any]] = []  # of weights, after the model has returned
-        self._is_released = self._keeps_halves = False
+        self._is_released = False
         self._task = _NO_TASK
         self._model = weakref.ref(model)
-        trim_heap()  # weights have moved
         if processes is not None:
             worker.num_processes = processes.size
             processes.start(self.parts)
@@ -117,6 +117,7 @@ class Residence:
         return [*self.tables, *self.parts]
 
     def start(self) -> list[Callable[[], None]]:
+        trim_heap()  # weights have moved
         self._watch_trained()
         return [self._stop_watching, *self._watch_steps()]
 
@@ -186,7 +187,8 @@ class Residence:
                 self.parts = [*self._came, *others]
             if self.is_watched:
                 self.copies.synchronize()
-                self._note_change()
+                for part in self.all_parts:
+                    part.note_change()
         self._came, self._entered, self._depth, self._has_graph = [], [], 0, False
 
     def end_pass(self) -> None:
@@ -214,17 +216,8 @@ class Residence:
     def wait(self) -> None:
         """Finish all updates, and let all parameters be on the host, where they may be changed."""
         self.finish()
-        for part in () if self._keeps_halves else self.all_parts:
+        for part in () if self.keeps_halves else self.all_parts:
             part.join()
-
-    @contextlib.contextmanager
-    def in_halves(self) -> Iterator[None]:
-        """Let hooks of a state dict find updates finished, but weights not joined."""
-        self._keeps_halves = True
-        try:
-            yield
-        finally:
-            self._keeps_halves = False
 
     def complete(self) -> None:
         """Finish updates of parameters on the host; those that a pass has on the device stay."""
@@ -250,10 +243,6 @@ class Residence:
             fix = 'Change weights in the optimizer only, or set `offload="activations"` or `None`.'
             raise IncompatibleError("offloading", [Problem(what, why, fix)])
         self.processes.average()
-
-    def _note_change(self) -> None:
-        for part in self.all_parts:
-            part.note_change()
 
     def stay_on_host(self) -> None:
         """Let `release` leave the parameters on the host."""
