@@ -92,4 +92,4 @@ def _is_archive(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(2) == b"PK" and zipfile.is_zipfile(place)
+        return file.read(2) == b"PK" and zipfile.is_zipfile(path)
