@@ -252,7 +252,7 @@ class MemSaveCallback(CallbackBase):
             self._prepare(trainer, pl_module)
 
     def _prepare(self, trainer: Any, pl_module: Any) -> None:
-        if frees_early(self.arguments):
+        if frees_early(self._in_force):
             stream_checkpoints(trainer)
         own = first_of(trainer, GPUMemoryMonitor)
         self._reported = own or self.monitor

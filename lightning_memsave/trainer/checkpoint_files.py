@@ -74,7 +74,10 @@ def load_checkpoint(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     options = {"weights_only": False, **bound.arguments}  # Lightning 2.5 has no argument for it
     del options["self"], options["path"]
-    return load_mapped(place, **options)
+    try:
+        return load_mapped(place, **options)
+    except Exception:  # it says why; or some object of the project cannot be copied
+        return method(path, *args, **kwargs)
 
 
 _METHODS = (save_checkpoint, load_checkpoint, teardown)
