@@ -25,7 +25,8 @@ class LateStorage(torch.UntypedStorage):
 
 
 def late_storage(num_bytes: int, make: Callable[[], Tensor]) -> LateStorage:
-    storage = LateStorage(num_bytes, device="meta")
+    kind: Any = LateStorage  # untyped in torch
+    storage: LateStorage = kind(num_bytes, device="meta")
     storage.make = lambda: make().untyped_storage()
     return storage
 

@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -24,8 +25,9 @@ class LateWeight(Tensor):
     @staticmethod
     def __new__(cls, part: Part, param: nn.Parameter) -> "LateWeight":
         form = part.form_of(param)
+        device = torch.device("cpu")
         made: LateWeight = Tensor._make_wrapper_subclass(
-            cls, form.size(), strides=form.stride(), dtype=form.dtype, device="cpu"
+            cls, form.size(), strides=form.stride(), dtype=form.dtype, device=device
         )
         made.part, made.param = part, param
         made.storage_when_written = late_storage(form.nbytes, lambda: part.read(param))
@@ -37,10 +39,11 @@ class LateWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in SAY_NO_VALUES:
-            return super().__torch_function__(func, types, args, kwargs)
+            plain: Any = super().__torch_function__  # untyped in torch
+            return plain(func, types, args, kwargs)
         return func(*tree_map_only(cls, _joined, args), **tree_map_only(cls, _joined, kwargs))
 
-    __torch_dispatch__ = __torch_function__
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment] # of fewer arguments
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_streaming():
