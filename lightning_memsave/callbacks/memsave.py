@@ -32,8 +32,9 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import leaves_open, with_plan, with_preset
+from lightning_memsave.techniques.registry import frees_early, leaves_open, with_plan, with_preset
 from lightning_memsave.techniques.waiting_state import leave_on_host
+from lightning_memsave.trainer.checkpoint_files import stream_checkpoints
 from lightning_memsave.trainer.epoch_ends import end_together
 from lightning_memsave.trainer.failures import attempted, say
 from lightning_memsave.trainer.first_batch import before_strategy_setup
@@ -59,8 +60,9 @@ class MemSaveCallback(CallbackBase):
     switched on, what was not, and why; ``memsave_report.json`` in the run's log directory repeats
     it with the memory that was measured.
 
-    The gradients of the step before are freed before the forward pass, and outputs that nothing
-    reads before backward, unless ``preset="off"`` is all that is written.
+    The gradients of the step before are freed before the forward pass, outputs that nothing reads
+    before backward, and checkpoints are written through to their file, without a copy of it in host
+    memory, unless ``preset="off"`` is all that is written.
 
     Each argument from ``activation_checkpointing`` to ``attention`` can be ``"auto"``, which
     means the value of the preset, ``None``, which leaves the project unchanged, or a value, which
@@ -161,8 +163,7 @@ class MemSaveCallback(CallbackBase):
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_setup: list[Callable[[], None]] = []
         self._prediction = RunPrediction(time_limit(predict))
-        self._is_disabled = False
-        self._has_warned_of_window = False
+        self._is_disabled = self._has_warned_of_window = False
         # The Trainer between `setup` and the end of its run; its id, as callbacks are pickled.
         self._user: int | None = None
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
@@ -245,9 +246,11 @@ class MemSaveCallback(CallbackBase):
             function = functools.partial(self._apply_late, apply, trainer, pl_module)
             self._undo_setup.append(before_strategy_setup(trainer, function))
         with self._settings.undone_on_error():
-            self._measure(trainer, pl_module)
+            self._prepare(trainer, pl_module)
 
-    def _measure(self, trainer: Any, pl_module: Any) -> None:
+    def _prepare(self, trainer: Any, pl_module: Any) -> None:
+        if frees_early(self._in_force):
+            stream_checkpoints(trainer)
         own = first_of(trainer, GPUMemoryMonitor)
         self._reported = own or self.monitor
         added = [self.monitor] if own is None and self.monitor is not None else []

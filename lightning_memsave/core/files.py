@@ -22,9 +22,14 @@ def is_installed(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iterator[BinaryIO]:
-    """Write a file beside its place, and put it there when it is complete."""
-    path = Path(path).resolve()
+def replacing(
+    path: str | os.PathLike[str], mode_of: Path | None = None, *, is_link_kept: bool = True
+) -> Iterator[BinaryIO]:
+    """Write a file beside its place, and put it there when it is complete.
+
+    In place of a link, or of the file that it leads to.
+    """
+    path = Path(path).resolve() if is_link_kept else Path(path)
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             yield file

@@ -117,6 +117,7 @@ NAMES = (
     Names("torch", "_foreach_mul_ _foreach_norm", "optimizer_in_backward"),
     # A storage or a version has no public identity, and hooks of a tensor only it knows.
     Names("torch:UntypedStorage", "_cdata"),
+    Names("torch.storage:TypedStorage", "_fake_device"),
     Names("torch._C", "_storage_Use_Count"),
     Names("torch:Tensor", "_version _indices _values"),
     Names("torch:Tensor", "_nnz", "predict"),

@@ -32,9 +32,11 @@ from lightning_memsave.techniques.offloading.host_budget import (
     host_bytes_per_parameter,
 )
 from lightning_memsave.techniques.offloading.host_updates import host_updates_of, trains_offloaded
+from lightning_memsave.techniques.offloading.late_weights import lightning_module_state_dict
 from lightning_memsave.techniques.offloading.technique import STAY, Offloading
 from lightning_memsave.techniques.optimizer_step import updates_each_alone
 from lightning_memsave.techniques.registry import with_optimizer
+from lightning_memsave.trainer.checkpoint_files import streams_checkpoints
 from lightning_memsave.trainer.distributed import (
     communicates_in_forward,
     has_custom_gradient_sync,
@@ -203,6 +205,8 @@ class OffloadSetting(ModuleSetting):
         ]
         if residence.processes is None:
             self._undo.append(patch_method(trainer.strategy, training_step))
+        if streams_checkpoints(trainer.strategy):
+            self._undo.append(patch_method(trainer.strategy, lightning_module_state_dict))
         details = []
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")

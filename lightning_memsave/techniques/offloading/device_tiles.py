@@ -11,7 +11,8 @@ from lightning_memsave.core.memory import counted_as, each_part
 from lightning_memsave.techniques.flat_memory import aligned, is_in_piece, tensor_in
 from lightning_memsave.techniques.host_memory import HostMemory
 from lightning_memsave.techniques.muon import has_momentum, is_of_muon
-from lightning_memsave.techniques.offloading.part import Part, join_weight, split_weight
+from lightning_memsave.techniques.offloading.halves import join_weight, split_weight
+from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.optimizer_kinds import (
     BLOCKSIZE,
     ELEMENTWISE,

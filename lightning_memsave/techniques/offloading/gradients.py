@@ -128,6 +128,11 @@ class Gradients:
     def forget(self) -> None:
         self._came.clear()
 
+    def free(self) -> None:
+        """Let go of the memory to which gradients come."""
+        self._came.clear()
+        self._on_host.clear()
+
     # Of frozen parameters from when they are trained on.
     def _memory_of_all(self) -> dict[int, Tensor]:
         trained = (index for index, param in enumerate(self._params) if param.requires_grad)

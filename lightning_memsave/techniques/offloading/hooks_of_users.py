@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_memsave.core.checkpoints import is_streaming
 from lightning_memsave.core.memory import category_in_context, is_host
 from lightning_memsave.core.patching import named, patch_method, previous_method
 from lightning_memsave.techniques.residences import residence_of
@@ -27,7 +28,7 @@ _ATTRIBUTES = (
 )
 _grad: Any = Tensor.grad
 _requires_grad: Any = Tensor.requires_grad
-_SAY_NO_VALUES = {
+SAY_NO_VALUES = {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
     *(_grad.__set__, _grad.__delete__, _requires_grad.__set__, Tensor.requires_grad_),
     *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.element_size),
@@ -67,10 +68,14 @@ class Settled(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         # A hook may run a whole step, and what is done for it here is not what the hook uses.
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if func not in _SAY_NO_VALUES and not caller.startswith("lightning_memsave."):
+        return self.call(caller, func, args, kwargs or {})
+
+    def call(self, caller: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch for a module of this name, with weights that it may read."""
+        is_own = caller.startswith("lightning_memsave.") or is_streaming()
+        if func not in SAY_NO_VALUES and not is_own:
             # Deferred logits would be computed.
             with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunctionSubclass():
                 shown = [self._show(tensor) for tensor in _tensors_in((*args, *kwargs.values()))]
@@ -91,9 +96,7 @@ class Settled(TorchFunctionMode):
                     each.wait()
         elif not part.is_on_device:
             self._residence.copies.synchronize()  # the device may still read it
-            part.wait()
-            part.join()
-            part.note_change()
+            part.settle()
             if self._parts:
                 self._note_memory(part)  # which may be another one now
         return part is not None

@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -14,77 +13,21 @@ from lightning_memsave.core.memory import (
     counted_as,
     host_copies,
     is_fake,
-    is_host,
     mark_as,
-    mark_as_host,
     on_cuda,
 )
 from lightning_memsave.core.states import next_state
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.flat_memory import in_order, num_owners, shares_memory
 from lightning_memsave.techniques.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.copies import Copies, nothing_to_wait_for
 from lightning_memsave.techniques.offloading.gradients import Gradients
+from lightning_memsave.techniques.offloading.halves import join_weight, split_weight
 from lightning_memsave.techniques.offloading.host_worker import wait_for
+from lightning_memsave.techniques.offloading.part_states import FINDINGS, MOVES, Place, Writes
 from lightning_memsave.techniques.tiled_steps import Weights
 
-_HALF_A_UNIT = 0x8000  # of the last bit of bfloat16
-
-
-def split_weight(values: Tensor, upper: Tensor, lower: Tensor) -> None:
-    """Split numbers into two halves, from which `join_weight` makes the same bits.
-
-    A NaN becomes the usual one.
-    """
-    # Rounding could make another one a number.
-    bits = values.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)
-    lower.copy_(bits)
-    bits.add_(_HALF_A_UNIT).bitwise_right_shift_(16)
-    upper.view(torch.int16).copy_(bits)
-
-
-def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Tensor:
-    if into is None:
-        into = torch.empty_like(upper, dtype=torch.float32)
-        if is_host(upper.untyped_storage()):
-            mark_as_host(into)
-    # As a signed number, the lower half is negative where the upper one was rounded up.
-    into.copy_(upper).view(torch.int32).add_(lower)
-    return into
-
-
 _Versions = tuple[int, list[tuple[int, int]]]
-
-
-class Place(Enum):
-    HOST = auto()
-    SENT = auto()  # on the host, with copies on the device or on their way there
-    DEVICE = auto()
-    TAKEN_BACK = auto()  # on the device, and what forward has written is on the host
-    # From one to another: `send`, `enter`, `take_back`, `leave`, and `drop` or another type.
-
-
-_MOVES = {
-    Place.HOST: (Place.SENT,),
-    Place.SENT: (Place.SENT, Place.DEVICE, Place.HOST),
-    Place.DEVICE: (Place.TAKEN_BACK,),
-    Place.TAKEN_BACK: (Place.SENT,),
-}
-
-
-class Writes(Enum):
-    """Whether it is known which parameters forward writes in ways that torch does not count."""
-
-    UNKNOWN = auto()
-    COMPARED = auto()  # in a training pass, whose weights are all compared with those on the host
-    KNOWN = auto()  # a training pass has shown it
-
-
-_FINDINGS = {
-    Writes.UNKNOWN: (Writes.UNKNOWN, Writes.COMPARED, Writes.KNOWN),
-    Writes.COMPARED: (Writes.COMPARED, Writes.UNKNOWN),
-    Writes.KNOWN: (Writes.KNOWN,),
-}
 
 
 class Part:
@@ -117,8 +60,10 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
         self._lower: dict[int, Tensor] = {}
+        self._others_are_apart = False  # what is not split: not in one piece with what is
         self._place, self._writes = Place.HOST, Writes.UNKNOWN
-        self._is_in_halves = False  # what is split
+        self.is_in_halves = False
+        """Whether what is split is nowhere whole on the host."""
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -126,6 +71,7 @@ class Part:
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
+        self._synchronize: Callable[[], None] = nothing_to_wait_for
         self._entered: list[int] = []  # versions of the parameters when they came
         self._written: set[int] = set()  # positions of those that forward writes unseen
         self._updates: list[Future[None]] = []
@@ -140,7 +86,7 @@ class Part:
         return self._place in (Place.DEVICE, Place.TAKEN_BACK)
 
     def _move(self, place: Place) -> None:
-        self._place = next_state(self._place, place, _MOVES)
+        self._place = next_state(self._place, place, MOVES)
 
     @property
     def is_updating(self) -> bool:
@@ -209,7 +155,7 @@ class Part:
         self._are_split.discard(index)
         if is_split:
             self._are_split.add(index)
-        self._lower = {}
+        self._lower, self._others_are_apart = {}, False
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
         if self._place is not Place.HOST:
             self._move(Place.HOST)
@@ -295,6 +241,7 @@ class Part:
             self._sole_owners = num_owners(self._on_device)
         self._move(Place.SENT)
         self._wait_for_copies = copies.to_device(self._on_device, self._to_send)
+        self._synchronize = copies.synchronize
         self._sent = self._versions()
 
     # In the order of host memory, so that all that is in one piece there is copied at once.
@@ -319,7 +266,7 @@ class Part:
     def watch_gradients(self) -> None:
         """Put gradients from before aside when autograd is about to add others to them."""
         if self._writes is not Writes.KNOWN:  # it copies all weights to the host
-            self._writes = next_state(self._writes, Writes.COMPARED, _FINDINGS)
+            self._writes = next_state(self._writes, Writes.COMPARED, FINDINGS)
         self.gradients.watch()
 
     def leave(self) -> None:
@@ -327,7 +274,7 @@ class Part:
             return
         self.take_back()
         if self._writes is Writes.COMPARED:
-            self._writes = next_state(self._writes, Writes.UNKNOWN, _FINDINGS)
+            self._writes = next_state(self._writes, Writes.UNKNOWN, FINDINGS)
         self.gradients.stop_watching()
         for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
@@ -336,7 +283,7 @@ class Part:
 
     def know_writes(self) -> None:
         """Note that a training pass has shown which parameters forward writes unseen."""
-        self._writes = next_state(self._writes, Writes.KNOWN, _FINDINGS)
+        self._writes = next_state(self._writes, Writes.KNOWN, FINDINGS)
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -417,14 +364,17 @@ class Part:
         self._converted = self._versions()
 
     def keep_halves(self) -> None:
-        if self._are_split and not self._is_in_halves:
+        if self._are_split and not self.is_in_halves:
             self.convert()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def join(self) -> None:
-        """Let all weights on the host be whole, where they may be changed."""
-        if not self._is_in_halves:
+        """Let all weights on the host be whole, where they may be changed.
+
+        Their halves are freed: the whole weights of a model take no more than those did.
+        """
+        if not self.is_in_halves:
             return
         own = sorted(self._are_split)
         # Not of the memory that is locked for a GPU: it does not copy these weights.
@@ -433,27 +383,32 @@ class Part:
             for index, weight in zip(own, whole, strict=True):
                 join_weight(self._to_send[index], self._lower[index], weight)
         self._replace_weights(dict(zip(own, whole, strict=True)))
-        self._is_in_halves = False
+        self.is_in_halves = False
         self._converted = None
+        if not self.is_on_device:  # otherwise what forward writes is compared with them
+            self._synchronize()  # the device may still read them
+            self._to_send, self._lower = [], {}
         self.note_change()
 
     def _convert_to_halves(self) -> None:
         own = sorted(self._are_split)
         others = [index for index in range(len(self.params)) if index not in self._are_split]
         with host_copies():
-            if not self._lower:
+            if not self._others_are_apart:
                 # Memory comes in pieces, and what stays must not be in one with what goes.
                 stay = self._memory.tensors_like([self._weights[index] for index in others])
                 for index, weight in zip(others, stay, strict=True):
                     weight.copy_(self._weights[index])
                 self._replace_weights(dict(zip(others, stay, strict=True)))
+                self._others_are_apart = True
+            if not self._lower:
                 self._to_send = [*self._weights]  # of the others, the device gets the weights
                 forms = [self._forms[index] for index in own]
                 for dtype, into in ((torch.bfloat16, self._to_send), (torch.int16, self._lower)):
                     halves = self._memory.tensors_like(forms, [dtype] * len(own))
                     for index, half in zip(own, halves, strict=True):
                         into[index] = half
-            if not self._is_in_halves:
+            if not self.is_in_halves:
                 for index in own:
                     split_weight(self._weights[index], self._to_send[index], self._lower[index])
                 empty = torch.empty((), dtype=torch.float32, device="meta")
@@ -464,7 +419,7 @@ class Part:
                         for index, each in zip(own, nan, strict=True)
                     }
                 )
-                self._is_in_halves = True
+                self.is_in_halves = True
 
     def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
         for index, weight in weights.items():
@@ -473,16 +428,44 @@ class Part:
             self._weights[index] = weight
 
     def release(self, device: torch.device) -> None:
-        """Give the parameters memory of their own, as they had before."""
+        """Give the parameters memory of their own, as they had before, and free that of the host.
+
+        A device without memory for them raises before anything has changed.
+        """
         self.leave()
         self.gradients.show()
         self._adopt()
+        own = [torch.empty_like(form, device=device) for form in self._forms]
+        for index, weight in enumerate(own):
+            weight.copy_(self._whole(index))
+        grads = [p.grad if p.grad is None else p.grad.to(device, copy=True) for p in self.params]
+        self._synchronize()  # the device may still read what is freed
+        for param, weight, grad in zip(self.params, own, grads, strict=True):
+            param.grad = None
+            param.data = weight
+            param.grad = grad
+        self._weights, self._to_send, self._on_device, self._lower = own, [], [], {}
+        self.is_in_halves = False
+        self.gradients.free()
+
+    def settle(self) -> None:
+        """Let weights on the host be whole and up to date for code that may change them."""
+        self.wait()
         self.join()
-        for param, weight in zip(self.params, self._weights, strict=True):
-            grad, param.grad = param.grad, None
-            param.data = torch.empty_like(weight, device=device).copy_(weight)
-            if grad is not None:
-                param.grad = grad.to(device, copy=True)
+        self.note_change()
+
+    def read(self, param: Tensor) -> Tensor:
+        """Return a weight on the host, up to date: a joined copy of its two halves, or itself."""
+        self.wait()
+        return self._whole(self._positions[id(param)])
+
+    def _whole(self, index: int) -> Tensor:
+        if self.is_in_halves and index in self._are_split:
+            # Pages of their own, which the system gets back at once.
+            (whole,) = HostMemory().tensors_like([self._forms[index]])
+            with host_copies():
+                return join_weight(self._to_send[index], self._lower[index], whole)
+        return self._weights[index]
 
     # Somebody may have given a parameter other data, as `Module.to` does.
     def _adopt(self, *, writes: bool = True) -> None:

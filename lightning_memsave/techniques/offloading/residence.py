@@ -18,7 +18,7 @@ from lightning_memsave.core.patching import own
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.deferred import computed, live_products
 from lightning_memsave.techniques.flat_memory import is_in_piece
-from lightning_memsave.techniques.host_memory import HostMemory
+from lightning_memsave.techniques.host_memory import HostMemory, trim_heap
 from lightning_memsave.techniques.offloading.copies import Copies, copies_for
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
@@ -34,6 +34,8 @@ PART = "_memsave_part"
 class Residence:
     """Decides when the parameters of a model are on the device."""
 
+    keeps_halves = False
+    """Whether `wait` joins no weights, as a state dict is made that joins them later."""
     before_blocks = contextlib.ExitStack()  # of a step: left where it calls a block, which waits
 
     def __init__(
@@ -82,8 +84,7 @@ class Residence:
         self._entered: list[Part] = []  # that are on the device, and some that were
         # Those that were sent ahead, and in backward, while the graph may still have held weights.
         self._following, self._left = list[Part](), list[Part]()
-        self._depth = 0
-        self._has_graph = False
+        self._depth, self._has_graph = 0, False
         self._uses: list[weakref.ref[Any]] = []  # of weights, after the model has returned
         self._is_released = False
         self._task = _NO_TASK
@@ -116,6 +117,7 @@ class Residence:
         return [*self.tables, *self.parts]
 
     def start(self) -> list[Callable[[], None]]:
+        trim_heap()  # weights have moved
         self._watch_trained()
         return [self._stop_watching, *self._watch_steps()]
 
@@ -185,7 +187,8 @@ class Residence:
                 self.parts = [*self._came, *others]
             if self.is_watched:
                 self.copies.synchronize()
-                self._note_change()
+                for part in self.all_parts:
+                    part.note_change()
         self._came, self._entered, self._depth, self._has_graph = [], [], 0, False
 
     def end_pass(self) -> None:
@@ -213,7 +216,7 @@ class Residence:
     def wait(self) -> None:
         """Finish all updates, and let all parameters be on the host, where they may be changed."""
         self.finish()
-        for part in self.all_parts:
+        for part in () if self.keeps_halves else self.all_parts:
             part.join()
 
     def complete(self) -> None:
@@ -241,22 +244,19 @@ class Residence:
             raise IncompatibleError("offloading", [Problem(what, why, fix)])
         self.processes.average()
 
-    def _note_change(self) -> None:
-        for part in self.all_parts:
-            part.note_change()
-
     def stay_on_host(self) -> None:
         """Let `release` leave the parameters on the host."""
         self.device = torch.device("cpu")
 
     def release(self) -> None:
-        """Give all parameters memory of their own on the device."""
+        """Give all parameters memory of their own on the device, one part after the other."""
         self._is_released = True
         try:
-            self.wait()
+            self.finish()
         finally:
             for part in self.all_parts:
                 part.release(self.device)
+                trim_heap()
 
     # Optimizers need whole weights, and the kernels of bitsandbytes change them unseen.
     def _watch_steps(self) -> list[Callable[[], None]]:

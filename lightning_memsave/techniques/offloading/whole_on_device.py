@@ -16,7 +16,7 @@ from lightning_memsave.techniques.offloading.device_tiles import (
     Update,
     has_scalars_on_device,
 )
-from lightning_memsave.techniques.offloading.part import join_weight, split_weight
+from lightning_memsave.techniques.offloading.halves import join_weight, split_weight
 from lightning_memsave.techniques.optimizer_kinds import EACH_ALONE
 from lightning_memsave.techniques.optimizer_step import group_of, updates_each_alone
 from lightning_memsave.techniques.tiled_steps import step_values
