@@ -165,6 +165,7 @@ class PlanSearch:
             self._variants.num_predictions,
             (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
             tuple(self._notes(best)),
+            precision=self._what_if.step.with_settings(self._variants.settings({})).precision,
         )
 
     def _notes(self, best: Estimate) -> Iterator[str]:
