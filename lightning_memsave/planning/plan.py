@@ -217,8 +217,16 @@ class MemoryPlan(JupyterMixin):
         parts += [Text(), Text(wrapped(self.plan.how, indent="    ")), Text()]
         if self.runner_up is not None:
             parts.append(Text(wrapped(f"Next best with other settings: {self._second()}")))
-        notes = (*self.notes, _CERTAINTY.format(step_in(self.precision)))
+        notes = [*self.notes, *self._assumed(), _CERTAINTY.format(step_in(self.precision))]
         return [*parts, *(Text(wrapped(note)) for note in notes)]
+
+    def _assumed(self) -> list[str]:
+        settings = self.plan.settings
+        offload = settings.get("offload")
+        limit = getattr(offload, "host_budget", None) or settings.get("host_budget")
+        if self.plan.host_bytes < MIB or limit is not None:
+            return []
+        return ["Assumed: the host has the memory. `--set host_budget=32GiB` limits it."]
 
     def _range(self) -> str:
         least_s, most_s = self.step_seconds(self.plan)

@@ -127,6 +127,12 @@ class TestPredictedEqualsMeasured:
         fit(make_lit(model="dropout"), MemSaveCallback(optimizer=None), **settings)
         assert_peak()
 
+    def test_buffers_that_a_repeated_batch_needs_are_not_said_to_be_on_the_host(self, capsys):
+        lit = make_lit(model="dropout")
+        lit.register_buffer("betas", torch.linspace(0, 1, 1000))
+        fit(lit, MemSaveCallback(optimizer=None))
+        assert "on the host" not in capsys.readouterr().out
+
     @pytest.mark.parametrize("kind", ["fold", "mean of patches", "patches far apart"])
     def test_storages_that_are_larger_than_their_tensors(self, kind):
         """torch resizes what was made for the input of `fold`, and of the backward of `unfold`."""
