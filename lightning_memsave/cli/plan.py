@@ -288,7 +288,7 @@ def _to_dict(
         found = {} if case.found is None else case.found.to_dict()
         notes = found.pop("notes", [])  # those of the target are beside it
         nothing = dict.fromkeys(
-            ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds")
+            ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds", "precision")
         )
         return {
             "strategy": None if case.strategy == _ALONE else case.strategy,
