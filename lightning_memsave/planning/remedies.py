@@ -147,7 +147,7 @@ def _plan(
 def _as_remedy(what_if: WhatIf, released: MemoryPrediction, plan: Plan) -> Remedy:
     name = FASTEST_PLAN if _fits(what_if, plan) else "the smallest plan"
     ratio = None if _time_ratio(what_if, what_if.base()) is None else plan.time_ratio
-    said = {"exactness": plan.exactness, "cost": "the sum of their costs"}
+    said: dict[str, Any] = {"exactness": plan.exactness, "cost": "the sum of their costs"}
     said |= {"time_ratio": ratio, "prediction": plan.prediction}
     return _remedy(what_if, released, name, plan.how, plan, **said)
 
