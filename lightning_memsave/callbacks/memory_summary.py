@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.core.plain_text import print_to
-from lightning_memsave.units import format_bytes
+from lightning_memsave.units import MIB, format_bytes
 
 if TYPE_CHECKING:  # loaded by fits that predict
     from lightning_memsave.prediction.result import MemoryPrediction
@@ -114,7 +114,9 @@ class MemorySummary(JupyterMixin):
                 size = self._beside(measured, foreseen.get(name))
                 rows.append((f"  {name.replace('_', ' ')}", size))
         foreseen_bytes = 0 if predicted is None else predicted.peak.host_bytes
-        if self.host_bytes or foreseen_bytes:
+        # Else it is what a repeated batch needs, such as buffers: no figure of the user's.
+        is_offloaded = predicted is not None and "offload" in predicted.settings
+        if self.host_bytes or (foreseen_bytes and (is_offloaded or foreseen_bytes >= MIB)):
             size = self._beside(self.host_bytes or None, foreseen_bytes or None)
             rows.append(("on the host", size))
         return rows

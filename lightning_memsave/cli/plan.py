@@ -288,7 +288,7 @@ def _to_dict(
         found = {} if case.found is None else case.found.to_dict()
         notes = found.pop("notes", [])  # those of the target are beside it
         nothing = dict.fromkeys(
-            ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds")
+            ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds", "precision")
         )
         return {
             "strategy": None if case.strategy == _ALONE else case.strategy,
@@ -340,8 +340,7 @@ def _show(
         parts += [Text(), Text("In the YAML file of LightningCLI:"), Text()]
         parts.append(Text(_yaml(shown, target, arguments)))
     unchanged_bytes = shown.unchanged.device_bytes
-    fits = unchanged_bytes + shown.margin_bytes <= shown.budget_bytes
-    how = "fits too" if fits else "does not fit"
+    how = "fits too" if unchanged_bytes <= shown.budget_bytes else "does not fit"
     show(*parts, Text(f"The unchanged step {how}: it needs {format_bytes(unchanged_bytes)}."))
     show_notes([f"note: {note}" for note in notes_of(target)], arguments.html)
 
@@ -382,6 +381,7 @@ def _gpu_table(cases: list[_Case]) -> "Table":
 
 
 def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
+    from lightning_memsave.planning.plan import step_in
     from lightning_memsave.report.page import write_page
     from lightning_memsave.units import format_bytes
 
@@ -390,9 +390,10 @@ def _write_page(path: str, case: _Case, notes: tuple[str, ...]) -> None:
     if case.best.prediction is not None:
         predictions.insert(0, ("the plan" if found else "the smallest", case.best.prediction))
     is_all = gpu is not None and case.budget_bytes == gpu.total_bytes
+    unchanged = step_in("" if found is None else found.precision)
     margin = (
         f"A plan leaves {format_bytes(case.margin_bytes)} of the budget free, as predictions for "
-        "CUDA may be off. Times are ratios to the unchanged step, estimated from its kernels."
+        f"CUDA may be off. Times are ratios to {unchanged}, estimated from its kernels."
     )
     write_page(
         path,

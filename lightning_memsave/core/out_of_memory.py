@@ -5,36 +5,97 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
-# Messages of torch and its libraries for other errors than `torch.OutOfMemoryError`. Those without
-# "memory" also come from a full GPU: handles and workspaces are allocated at the first call.
-_WORDS = re.compile(
-    r"\b(CUDA|HIP|XPU|NPU|MPS backend) out of memory"
-    r"|\b(CUDA|HIP)\]?( driver)?( error)?: out of memory"
-    r"|Cuda failure (\d+ )?'out of memory'"  # NCCL
-    r"|Allocation on device \d* ?would exceed allowed memory"
-    r"|\b(CU|HIP|ROC)(BLAS|BLASLT|DNN|SPARSE|SOLVER|FFT)_(STATUS_)?ALLOC_FAILED"
-    r"|CUBLAS_STATUS_NOT_INITIALIZED"
-    r"|CUDNN_STATUS_(NOT_INITIALIZED|NOT_SUPPORTED|\w*ALLOCATION_FAILED)"
-    r"|Unable to find a valid cuDNN algorithm"
-    r"|(GET|FIND) was unable to find an engine"
-    r"|handles_\.at\(i\) INTERNAL ASSERT"  # expandable segments
-    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What torch, a library or the system writes when memory ran out, without white space."""
+
+    pattern: str
+    device: str = "cuda"
+    cause: str = ""
+    """Why, where the words alone tell: a key of `oom.diagnosis.CAUSES`."""
+    library: str = ""
+    counts: Literal["always", "if full", "to explain", "in logs"] = "always"
+    """Whether an exception with these words is an out-of-memory error, so that a step is retried
+    with less. Words that count only "if full" have other reasons, too (seen on an H100 for
+    convolutions, LSTMs and Fourier transforms); those "to explain" get advice only."""
+
+
+# At the same place in a text the first one is taken. Those without "memory" also come from a full
+# GPU: handles and workspaces are allocated at the first call.
+WORDS = (
+    Words(r"[Aa]llocationondevice(?P<index>\d*)wouldexceedallowedmemory\.?(?:\(outofmemory\))?"),
+    Words(r"DefaultCPUAllocator:(?:can.tallocatememory|notenoughmemory)", "cpu", "host"),
+    Words(
+        r"(?P<library>(?:CU|HIP|ROC)(?:BLAS(?:LT)?|DNN|SPARSE|SOLVER|FFT))_(?:STATUS_)?ALLOC_FAILED",
+        cause="library",
+    ),
+    Words(r"CUBLAS_STATUS_NOT_INITIALIZED", cause="library", library="CUBLAS"),
+    Words(
+        r"CUDNN_STATUS_(?:NOT_INITIALIZED|NOT_SUPPORTED|\w*ALLOCATION_FAILED)"
+        r"|UnabletofindavalidcuDNNalgorithm|(?:GET|FIND)wasunabletofindanengine",
+        cause="library",
+        library="CUDNN",
+    ),
+    Words(r"CUDNN_STATUS_INTERNAL_ERROR", cause="library", library="CUDNN", counts="if full"),
+    Words(r"CUFFT_EXEC_FAILED", cause="library", library="CUFFT", counts="if full"),
+    Words(r"Cudafailure(?:\d+)?'outofmemory'", cause="nccl", library="NCCL"),
+    Words(r"Erroroutofmemoryatline", cause="bitsandbytes", library="bitsandbytes"),
+    Words(r"outofresource:sharedmemory", cause="kernel", counts="to explain"),
+    Words(r"handles_\.at\(i\)INTERNALASSERT"),  # expandable segments
+    Words(r"MPSbackendoutofmemory", "mps", "mps"),
+    Words(r"XPUoutofmemory(?!error)", "xpu"),
+    Words(r"NPUoutofmemory(?!error)", "npu"),
+    Words(
+        r"(?:CUDA|HIP)outofmemory(?!error)|(?:CUDA|HIP)\]?(?:driver)?(?:error)?:outofmemory(?!error)"
+    ),
+    # Of the host: a process that is killed says nothing itself.
+    Words(
+        r"killedbysignal:Buserror|Buserror\(coredumped\)|[Uu]nexpectedbuserror"
+        r"|unableto(?:writetofile|opensharedmemoryobject|allocatesharedmemory)",
+        "cpu",
+        "shared_memory",
+        counts="to explain",
+    ),
+    Words(
+        r"killedbysignal:Killed|Signal9\(SIGKILL\)|exitcode:-9(?!\d)|Signals\.SIGKILL"
+        r"|signalSIGKILL|oom[-_]kill|OOMKilled|outofmemory:Killedprocess",
+        "cpu",
+        "killed",
+        counts="to explain",
+    ),
+    Words(
+        r"(?<!OutOf)MemoryError|Unabletoallocate[\d.]+\w+foranarray",
+        "cpu",
+        "host",
+        counts="to explain",
+    ),
+    # Words of this package, and of a log that has lost what was before them.
+    Words(
+        r"[:\]]outofmemory(?!error)|outofmemory(?:error:|withonesample|inthestep)",
+        "",
+        counts="in logs",
+    ),
 )
 
-# These have other reasons too: they count only if the driver has nothing left to give (seen on an
-# H100 for convolutions, LSTMs and Fourier transforms).
-_WORDS_IF_FULL = re.compile(r"CUDNN_STATUS_INTERNAL_ERROR|CUFFT_EXEC_FAILED")
+
+def _any_of(counts: str) -> re.Pattern[str]:
+    return re.compile("|".join(words.pattern for words in WORDS if words.counts == counts))
+
+
+_ALWAYS, _IF_FULL, _TO_EXPLAIN = map(_any_of, ("always", "if full", "to explain"))
 _FULL_BYTES = 64 * 2**20
 
 # After these, the device cannot be used until the process is restarted (CUDA runtime API,
 # `cudaError`).
-_CONTEXT_LOST = re.compile(
+CONTEXT_LOST = re.compile(
     r"illegal memory access|device-side assert triggered|misaligned address"
     r"|unspecified launch failure|launch timed out|illegal instruction|invalid program counter"
     r"|operation not supported on global/shared address space|hardware stack error"
@@ -68,11 +129,34 @@ def find_out_of_memory(
     error: BaseException, outside: BaseException | None = None
 ) -> BaseException | None:
     """Find the out-of-memory error in the causes of an exception."""
+    return _find(error, outside, _says_it)
+
+
+def find_what_to_explain(
+    error: BaseException, outside: BaseException | None = None
+) -> BaseException | None:
+    """Find an out-of-memory error, or what no retry with less can avoid, such as a killed worker.
+
+    Example:
+        >>> killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+        >>> find_what_to_explain(killed) is killed, is_out_of_memory(killed)
+        (True, False)
+    """
+    return find_out_of_memory(error, outside) or _find(error, outside, _explains_it)
+
+
+def _find(
+    error: BaseException, outside: BaseException | None, is_it: Callable[[BaseException], bool]
+) -> BaseException | None:
     errors = list(errors_behind(error, outside))
     # Not for KeyboardInterrupt and the like.
-    if not isinstance(error, Exception) or any(_CONTEXT_LOST.search(str(e)) for e in errors):
+    if not isinstance(error, Exception) or any(CONTEXT_LOST.search(str(e)) for e in errors):
         return None
-    return next(filter(_says_it, errors), None)
+    return next(filter(is_it, errors), None)
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
 
 
 def errors_behind(
@@ -135,12 +219,19 @@ def with_memory_freed(function: Callable[[], T]) -> T:
 def _says_it(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # Errors of this package quote the original message.
-    is_ours = type(error).__module__.startswith("lightning_memsave.")
-    if is_ours or not isinstance(error, RuntimeError):
+    if _is_ours(error) or not isinstance(error, RuntimeError):
         return False
-    said = str(error)
-    return bool(_WORDS.search(said)) or (bool(_WORDS_IF_FULL.search(said)) and _is_gpu_full())
+    said = _dense(str(error))
+    return bool(_ALWAYS.search(said)) or (bool(_IF_FULL.search(said)) and _is_gpu_full())
+
+
+def _explains_it(error: BaseException) -> bool:
+    return not _is_ours(error) and bool(_TO_EXPLAIN.search(_dense(str(error))))
+
+
+# Errors of this package quote the original message.
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.startswith("lightning_memsave.")
 
 
 def _is_gpu_full() -> bool:
@@ -152,4 +243,4 @@ def _is_gpu_full() -> bool:
             return torch.cuda.mem_get_info()[0] < _FULL_BYTES
         except RuntimeError as error:  # also of what failed before, which it is the first to tell
             said = str(error)
-    return bool(_WORDS.search(said))
+    return bool(_ALWAYS.search(_dense(said)))

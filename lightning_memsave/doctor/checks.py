@@ -14,7 +14,11 @@ from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import Problem
 from lightning_memsave.measure.alive_tensors import is_of_library
 from lightning_memsave.prediction.cuda.allocator import ALLOCATOR_VARIABLES
-from lightning_memsave.techniques.micro_batching.technique import size_of_batches
+from lightning_memsave.techniques.micro_batching.technique import (
+    BATCH_STATISTICS,
+    batch_norms_of,
+    size_of_batches,
+)
 from lightning_memsave.trainer.precision import overflows_certainly
 
 
@@ -34,20 +38,22 @@ class Subject:
 
 def find_batch_statistics(subject: Subject) -> Iterator[Problem]:
     """Batch normalisation with micro-batches or gradient accumulation."""
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    found = [name for name, m in subject.module.named_modules() if isinstance(m, norms)]
+    found = batch_norms_of(subject.module)
     given = subject.trainer_arguments.get("accumulate_grad_batches")
     settings = {
         "accumulate_grad_batches": subject.settings.get("accumulate_grad_batches") or given,
         "micro_batch_size": size_of_batches(subject.settings.get("micro_batch_size")),
+    }
+    why = {
+        "accumulate_grad_batches": BATCH_STATISTICS.replace("micro-batch", "batch"),
+        "micro_batch_size": BATCH_STATISTICS,
     }
     for name, value in settings.items() if found else ():
         if isinstance(value, int) and (value > 1 or name == "micro_batch_size"):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             yield Problem(
                 f"`{name}={value}` and batch normalisation in `{found[0]}`{more}",
-                "statistics come from the samples that pass forward at once, not from the "
-                "effective batch, so training differs from that with the whole batch",
+                f"{why[name]}, so training differs from that with the effective batch",
                 "Use a normalisation without batch statistics, such as `nn.GroupNorm`; or lower "
                 "memory with `activation_checkpointing` instead, which changes no result.",
             )

@@ -137,11 +137,41 @@ def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts)
             "Leave the driver some memory: `torch.cuda.set_per_process_memory_fraction(0.9)`.",
             *less,
         ],
+        "nccl": [
+            "Look with `nvidia-smi` whether two ranks are on one device: "
+            "`Trainer(devices=...)` and `CUDA_VISIBLE_DEVICES` choose them.",
+            "Leave NCCL some memory: `MemSaveCallback(budget=0.9)`; `NCCL_BUFFSIZE=1048576` and "
+            "`NCCL_MAX_NCHANNELS=4` make its buffers smaller, and communication slower.",
+            *less,
+        ],
+        "bitsandbytes": [
+            "Leave the driver some memory from the start: `MemSaveCallback(budget=0.9)`, or a size "
+            "such as `micro_batch_size=4`. bitsandbytes ends the process instead of raising an "
+            "error, so that no batch can be repeated.",
+            *less,
+        ],
+        "kernel": [
+            'Take another kernel: `attn_implementation="sdpa"` in place of one from a package; '
+            "under `torch.compile` `torch._inductor.config.max_autotune = False`; in a kernel of "
+            "your own smaller blocks or a smaller `num_stages`.",
+            "Upgrade the package that has the kernel: many choose its sizes by the GPU, and fail "
+            "on GPUs that came later.",
+        ],
+        "mps": [
+            "Close what else uses memory: MPS shares it with the whole system. "
+            "`PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0` lifts the limit; the system may then stall or "
+            "end the process.",
+            *less,
+        ],
+        "killed": [*_LESS_ON_HOST, *([] if run.is_evaluation else _LESS_OFFLOADED)],
+        "shared_memory": [
+            "Make it larger: `docker run --shm-size=16g` or `--ipc=host`; in Kubernetes an "
+            "`emptyDir` with `medium: Memory` at `/dev/shm`.",
+            "Or use less of it: `DataLoader(num_workers=0)` or fewer workers, a smaller "
+            '`prefetch_factor`, or `torch.multiprocessing.set_sharing_strategy("file_system")`.',
+        ],
         "host": [
-            "Use fewer or smaller copies in host memory: `DataLoader(num_workers=...)` copies what "
-            "the dataset holds for each worker; load data as it is needed, or as a memory map.",
-            "Look for what grows with each step, such as a list of losses or outputs: keep "
-            "`loss.item()` and not `loss`.",
+            *_LESS_ON_HOST,
             *([] if run.is_evaluation else [_SMALLER_ON_CPU]),
         ],
         "unknown": [
@@ -153,6 +183,18 @@ def advise(oom: OutOfMemory, cause: str, allocator_settings: str, run: RunFacts)
     return (*([run.kept.advice] if run.kept else []), *by_cause[cause])
 
 
+_LESS_ON_HOST = (
+    "Use fewer or smaller copies in host memory: `DataLoader(num_workers=...)` copies what the "
+    "dataset holds for each worker; load data as it is needed, or as a memory map.",
+    "Look for what grows with each step, such as a list of losses or outputs: keep `loss.item()` "
+    "and not `loss`.",
+)
+_LESS_OFFLOADED = (
+    'Where `offload=` or `preset="offload"` is on, tell it what the host has: '
+    '`MemSaveCallback(budget="free", host_budget="24GiB")` plans with it, and '
+    "`memsave predict` says what the host needs.",
+    "Ask the scheduler or the container for more, such as `srun --mem=64G` or `docker run -m 64g`.",
+)
 _SMALLER_ON_CPU = (
     "If the model is trained on the CPU: a smaller batch with `accumulate_grad_batches`."
 )

@@ -22,7 +22,13 @@ CAUSES = {
     "outside": "memory outside of torch's allocator fills the device",
     "refused": "the request was refused although memory was free",
     "library": "a library found no memory beside torch's allocator",
+    "nccl": "NCCL found no memory for its buffers beside torch's allocator",
+    "bitsandbytes": "bitsandbytes found no memory beside torch's allocator",
+    "kernel": "a Triton kernel needs more shared memory than a multiprocessor of this GPU has",
+    "mps": "the memory that MPS may use is full",
     "host": "the memory of the host ran out",
+    "killed": "the system killed a process, as a rule because the memory of the host ran out",
+    "shared_memory": "the shared memory of the host (`/dev/shm`) ran out",
     "unknown": "the message has no figures",
 }
 
@@ -48,13 +54,8 @@ def shares_of(oom: OutOfMemory) -> dict[str, int]:
 
 
 def cause_of(oom: OutOfMemory, shares: Mapping[str, int]) -> tuple[str, str]:
-    if oom.device == "cpu":
-        return "host", _asked(oom)
-    if oom.library:
-        return "library", (
-            f"{oom.library} asks the driver for memory of its own, and torch's allocator had not "
-            "left enough."
-        )
+    if oom.told:
+        return oom.told, _told(oom)
     requested_bytes = oom.requested_bytes
     is_told = oom.free_bytes is not None or oom.allocated_bytes is not None
     limit_bytes = min((n for n in (oom.capacity_bytes, oom.allowed_bytes) if n), default=None)
@@ -66,6 +67,22 @@ def cause_of(oom: OutOfMemory, shares: Mapping[str, int]) -> tuple[str, str]:
             "nothing helps but a smaller request."
         )
     return _cause_of_missing(oom, requested_bytes, shares)
+
+
+def _told(oom: OutOfMemory) -> str:
+    if oom.library:
+        return (
+            f"{oom.library} asks the driver for memory of its own, and torch's allocator had not "
+            "left enough."
+        )
+    sentences = {
+        "kernel": "Each multiprocessor has this memory beside that of the device, which was not "
+        "full: a smaller batch does not help.",
+        "killed": "A killed process says nothing itself: the kernel's log does (`dmesg | grep -i "
+        '"killed process"`), and so does Slurm (`sacct -o MaxRSS`).',
+        "shared_memory": "Workers of a DataLoader pass batches through it: containers have 64 MiB.",
+    }
+    return sentences.get(oom.told) or _asked(oom)
 
 
 def _cause_of_missing(

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_memsave.core.out_of_memory import phase_in
+from lightning_memsave.core.out_of_memory import CONTEXT_LOST, WORDS, Words, phase_in
 from lightning_memsave.errors import ConfigurationError
 
 _LONGEST = 10_000  # characters of a message, with a hundred processes
@@ -16,23 +16,19 @@ _LEFT = re.compile(r"^(?:[\s>#|│*]|\[rank\d+\]:)+")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 _MESSAGE = re.compile(
-    r"allocationondevice(?P<index>\d*)wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
-    r"|(?P<host>DefaultCPUAllocator:(?:can.tallocatememory|notenoughmemory))"
-    r"|(?P<library>(?:CU|HIP|ROC)(?:BLAS(?:LT)?|DNN|SPARSE|SOLVER|FFT))_STATUS_ALLOC_FAILED"
-    r"|(?:CUDA|HIP)outofmemory(?!error)"
-    r"|[:\]]outofmemory(?!error)|outofmemory(?:error:|withonesample|inthestep)",
-    re.IGNORECASE,
+    "|".join(f"(?P<words_{n}>{words.pattern})" for n, words in enumerate(WORDS)), re.IGNORECASE
 )
 _INDEX = re.compile(r"GPU(\d+)(?:;|hasatotal)")
 _SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMGT]i?B|EB|B)"
 _PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
 _PATTERNS = {
-    "requested_bytes": rf"triedtoallocate(?:morethan)?{_SIZE}|Requested:{_SIZE}",
+    "requested_bytes": rf"triedtoallocate(?:morethan)?{_SIZE}|Requested:{_SIZE}"
+    rf"|Unabletoallocate{_SIZE}foranarray",
     "capacity_bytes": rf"totalcapaci?tyof{_SIZE}|;{_SIZE}totalcapacity|Devicelimit:{_SIZE}",
     "free_bytes": rf"ofwhich{_SIZE}isfree|;{_SIZE}free|Free\(accordingtoCUDA\):{_SIZE}",
-    "allowed_bytes": rf"{_SIZE}allowed;|memoryfraction\):{_SIZE}",
+    "allowed_bytes": rf"{_SIZE}allowed;|memoryfraction\):{_SIZE}|maxallowed:{_SIZE}",
     "allocated_bytes": rf"{_SIZE}isallocatedbyPyTorch|{_SIZE}alreadyallocated"
-    rf"|Currentlyallocated:{_SIZE}",
+    rf"|Currentlyallocated:{_SIZE}|MPSallocated:{_SIZE}",
     "unallocated_bytes": rf"{_SIZE}isreservedbyPyTorchbutunallocated|{_SIZE}cached\)",
     "reserved_bytes": rf"{_SIZE}reservedintotalbyPyTorch",
     "process_bytes": rf"thisprocesshas{_SIZE}memoryinuse",
@@ -85,6 +81,8 @@ class OutOfMemory:
     device: str = ""
     device_index: int | None = None
     library: str = ""
+    told: str = ""
+    """The cause, where the words alone tell it."""
     requested_bytes: int | None = None
     capacity_bytes: int | None = None
     free_bytes: int | None = None
@@ -117,10 +115,17 @@ def read_out_of_memory(text: str) -> OutOfMemory:
     # Without colours and what quotes and logs put around lines; and without white space, because a
     # terminal may have broken a line anywhere.
     lines = (_LEFT.sub("", line).rstrip(" \t\r|│") for line in _COLOR.sub("", text).splitlines())
-    words = [word for line in lines for word in line.split()]
-    ends = list(itertools.accumulate(len(word) for word in words))
-    dense = "".join(words)
+    pieces = [piece for line in lines for piece in line.split()]
+    ends = list(itertools.accumulate(map(len, pieces)))
+    dense = "".join(pieces)
     starts = list(_MESSAGE.finditer(dense))
+    lost = CONTEXT_LOST.search(text)
+    if lost is not None and starts and all(_words_of(start).library for start in starts):
+        raise ConfigurationError(
+            f"This text says `{lost[0]}`, after which every call to the device fails: memory did "
+            "not run out. Run again with the environment variable `CUDA_LAUNCH_BLOCKING=1`: the "
+            "traceback then ends in the operation that failed."
+        )
     if not starts:
         raise ConfigurationError(
             f"There is no out-of-memory error in this text of {len(text)} characters. Pass the "
@@ -133,18 +138,22 @@ def read_out_of_memory(text: str) -> OutOfMemory:
         for start, stop in zip(starts, stops, strict=True)
     ]
     with_sizes = [one for one in found if one[1]]
-    start, sizes, end = (with_sizes or found)[-1]
+    # A process is also killed because another one has failed.
+    not_killed = [one for one in found if _words_of(one[0]).cause != "killed"]
+    start, sizes, end = (with_sizes or not_killed or found)[-1]
+    words = _words_of(start)
     part = dense[start.start() : end]
     first, last = (bisect.bisect_right(ends, at) for at in (start.start(), end - 1))
     index = start["index"] or next(iter(_INDEX.findall(part)), "")
     around = dense[max(start.start() - 40, 0) : start.end() + 200].lower()
-    is_cuda = start["library"] or any(word in around for word in ("cuda", "hip", "gpu"))
+    is_cuda = any(word in around for word in ("cuda", "hip", "gpu"))
     variable = re.search(r"PYTORCH_\w*?ALLOC_CONF", dense[start.start() : stops[-1]])
     return OutOfMemory(
-        message=" ".join(words[first : last + 1]),
-        device="cpu" if start["host"] else "cuda" if is_cuda else "",
+        message=" ".join(pieces[first : last + 1]),
+        device=words.device or ("cuda" if is_cuda else ""),
         device_index=None if not index else int(index),
-        library=(start["library"] or "").upper(),
+        library=(start["library"] or "").upper() or words.library,
+        told=words.cause,
         processes=tuple(
             ProcessOnDevice(int(pid), _bytes_of(number, unit))
             for pid, number, unit in _PROCESS.findall(part)
@@ -154,6 +163,10 @@ def read_out_of_memory(text: str) -> OutOfMemory:
         num_messages=max(len(with_sizes), 1),
         **sizes,
     )
+
+
+def _words_of(start: re.Match[str]) -> Words:
+    return WORDS[int((start.lastgroup or "").removeprefix("words_"))]
 
 
 def own_and_others(oom: OutOfMemory) -> tuple[int | None, tuple[ProcessOnDevice, ...]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_memsave.core.files import write_file
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.nested import items_of
-from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
+from lightning_memsave.core.out_of_memory import errors_behind, find_what_to_explain
 from lightning_memsave.core.versions import versions
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, NoEffectWarning
 from lightning_memsave.measure.alive_tensors import (
@@ -196,7 +196,7 @@ _ALLOCATOR_VARIABLES = (*ALLOCATOR_VARIABLES, "PYTORCH_HIP_ALLOC_CONF")
 
 def out_of_memory_in(error: BaseException, outside: BaseException | None) -> BaseException | None:
     ours = (e for e in errors_behind(error, outside) if isinstance(e, MemoryExhaustedError))
-    return next(ours, None) or find_out_of_memory(error, outside)
+    return next(ours, None) or find_what_to_explain(error, outside)
 
 
 def make_report(

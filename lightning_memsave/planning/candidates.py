@@ -1,7 +1,7 @@
 """Single settings of `MemSaveCallback` that may lower the peak of a step."""
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,10 @@ from lightning_memsave.core.technique import Exactness, Offer
 from lightning_memsave.explain.dominant_parts import dominant_embedding
 from lightning_memsave.prediction.what_if import WhatIf
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.micro_batching.technique import (
+    BATCH_STATISTICS,
+    size_of_batches,
+)
 from lightning_memsave.techniques.named_optimizer.technique import NamedOptimizer
 from lightning_memsave.techniques.registry import Entry, entries, techniques
 
@@ -23,24 +27,41 @@ class Candidate:
     exactness: Exactness
     cost: str
     slowdown: float = 0.0
+    is_advised_against: bool = False
 
     @property
     def argument(self) -> str:
         return next(iter(self.changes))
 
-    @property
-    def is_advised_against(self) -> bool:
-        return bool(advised_against(self.changes))
 
-
-def advised_against(settings: Mapping[str, Any]) -> dict[str, str]:
+def advised_against(settings: Mapping[str, Any], has_batch_norm: bool) -> dict[str, str]:
     """List settings that the defaults leave off and `memsave doctor` warns of, with the reason."""
     found = {}
+    if has_batch_norm and isinstance(size_of_batches(settings.get(MICRO_BATCH)), int):
+        found[MICRO_BATCH] = f"{BATCH_STATISTICS}: training differs from that with whole batches"
     if str(settings.get("precision")).startswith("16"):
         found["precision"] = "float16 has a small range, and training can overflow"
     if getattr(settings.get("optimizer"), "force_8bit", ()):
         found["optimizer"] = "with 8-bit state of embeddings, training can become unstable"
     return found
+
+
+def exactness_of(entry: Entry, has_batch_norm: bool) -> Exactness:
+    is_of_statistics = has_batch_norm and entry.argument == MICRO_BATCH
+    return Exactness.APPROXIMATE if is_of_statistics else entry.exactness
+
+
+def exactness_of_all(
+    given: Sequence[Entry], settings: Mapping[str, Any], has_batch_norm: bool
+) -> Exactness:
+    # "32-true" is what Lightning does by itself.
+    is_exact = str(settings.get("precision")) in ("32", "32-true")
+    found = [
+        exactness_of(entry, has_batch_norm)
+        for entry in given
+        if not (entry.argument == "precision" and is_exact)
+    ]
+    return max(found, key=lambda exactness: exactness.rank, default=Exactness.BITWISE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +73,7 @@ class CurrentSettings:
     embedding: str = ""
     overflows: bool = False
     device: str = "cuda"
+    has_batch_norm: bool = False
 
     @property
     def mixed(self) -> str | None:
@@ -84,6 +106,7 @@ def candidates_of(what_if: WhatIf, settings: Mapping[str, Any] | None = None) ->
         dominant_embedding(what_if.table),
         what_if.overflows,
         what_if.step.device,
+        what_if.has_batch_norm,
     )
     return single_candidates(now)
 
@@ -96,7 +119,11 @@ def single_candidates(now: CurrentSettings) -> list[Candidate]:
         return one.is_advised_against, one.argument == OFFLOAD, is_approximate, one.slowdown
 
     offered = (_WITH_CONDITIONS.get(e.argument, _of_entry)(now, e) for e in entries())
-    return sorted((one for found in offered for one in found), key=order)
+    return sorted((_judged(now, one) for found in offered for one in found), key=order)
+
+
+def _judged(now: CurrentSettings, one: Candidate) -> Candidate:
+    return replace(one, is_advised_against=bool(advised_against(one.changes, now.has_batch_norm)))
 
 
 def _of_entry(now: CurrentSettings, entry: Entry) -> list[Candidate]:
@@ -132,8 +159,10 @@ def _micro_batches(now: CurrentSettings, entry: Entry) -> list[Candidate]:
         return []
     number = size if isinstance(size, int) else now.num_samples
     sizes = dict.fromkeys(size for size in (number // 2, number // 4, 1) if 0 < size < number)
-    offers = (Offer(f"micro-batches of {n}", n, _SMALL_KERNELS, 0.4) for n in sizes)
-    return [_candidate(entry, offer) for offer in offers]
+    cost = f"{BATCH_STATISTICS}; {_SMALL_KERNELS}" if now.has_batch_norm else _SMALL_KERNELS
+    exactness = exactness_of(entry, now.has_batch_norm)
+    offers = (Offer(f"micro-batches of {n}", n, cost, 0.4) for n in sizes)
+    return [replace(_candidate(entry, offer), exactness=exactness) for offer in offers]
 
 
 def _optimizer(now: CurrentSettings, entry: Entry) -> list[Candidate]:
@@ -179,3 +208,13 @@ def not_installed(options: Collection[Candidate]) -> Iterator[str]:
             if importlib.util.find_spec(package) is None:
                 what = f"`{technique.argument}=` is not planned: {package} is not installed"
                 yield f"{what}. Run `pip install {package}`."
+
+
+def untried(options: Collection[Candidate], failures: Mapping[str, str]) -> str:
+    """Say what was not planned, and why, in sentences behind a refusal."""
+    lack = "".join(f" {why}" for why in not_installed(options))
+    if not failures:
+        return lack
+    what, why = min(failures.items(), key=lambda item: len(item[0]))
+    others = f", and {len(failures) - 1} other combinations" if len(failures) > 1 else ""
+    return f"{lack} Not tried, as the model raised an error with it: `{what}` ({why}){others}."

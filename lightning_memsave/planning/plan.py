@@ -19,10 +19,16 @@ from lightning_memsave.units import MIB, format_bytes
 
 _SETTINGS_WIDTH = 54
 _CERTAINTY = (
-    "Times are ratios to the unchanged step, estimated from its kernels, not measured; seconds are "
-    'a range, as a GPU reaches more or less of its data sheet. Sizes with "about" are estimated '
-    "from recorded blocks; the others are predictions of the whole step."
+    "Times are ratios to {}, estimated from its kernels, not measured; seconds are a range, as a "
+    'GPU reaches more or less of its data sheet. Sizes with "about" are estimated from recorded '
+    "blocks; the others are predictions of the whole step."
 )
+
+
+def step_in(precision: str) -> str:
+    """Name the step that ratios of time are over."""
+    name = {"32": "float32", "32-true": "float32"}.get(precision, precision)
+    return f"the unchanged step in {name}" if name else "the unchanged step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class MemoryPlan(JupyterMixin):
         notes: What else there is to say of it: that the search was cut off, and why the host has
             things in a smaller form.
         ladder: In a fit with ``budget=``, the plans that can take its place when memory runs out.
+        precision: That of the unchanged step, which ratios of time are over.
 
     Example:
         >>> how = 'MemSaveCallback(preset="off", optimizer="8bit")'
@@ -116,6 +123,7 @@ class MemoryPlan(JupyterMixin):
     unchanged_seconds: tuple[float, float] = (0.0, 0.0)
     notes: tuple[str, ...] = ()
     ladder: tuple[Plan, ...] = ()
+    precision: str = ""
 
     def step_seconds(self, plan: Plan) -> tuple[float, float]:
         """Say how long a step of a plan should take.
@@ -196,8 +204,8 @@ class MemoryPlan(JupyterMixin):
         on_host = f" and {host} on the host" if self.plan.host_bytes >= MIB else ""
         head = (
             f"The fastest plan for {format_bytes(self.budget_bytes)}{free}: {self.plan.size} on "
-            f"the device{on_host}, {self.plan.time_ratio:.2f} times the time of the unchanged step"
-            f"{self._range()}"
+            f"the device{on_host}, {self.plan.time_ratio:.2f} times the time of "
+            f"{step_in(self.precision)}{self._range()}"
         )
         parts: list[RenderableType] = [
             Text(wrapped(head), style="bold"),
@@ -209,7 +217,16 @@ class MemoryPlan(JupyterMixin):
         parts += [Text(), Text(wrapped(self.plan.how, indent="    ")), Text()]
         if self.runner_up is not None:
             parts.append(Text(wrapped(f"Next best with other settings: {self._second()}")))
-        return [*parts, *(Text(wrapped(note)) for note in (*self.notes, _CERTAINTY))]
+        notes = [*self.notes, *self._assumed(), _CERTAINTY.format(step_in(self.precision))]
+        return [*parts, *(Text(wrapped(note)) for note in notes)]
+
+    def _assumed(self) -> list[str]:
+        settings = self.plan.settings
+        offload = settings.get("offload")
+        limit = getattr(offload, "host_budget", None) or settings.get("host_budget")
+        if self.plan.host_bytes < MIB or limit is not None:
+            return []
+        return ["Assumed: the host has the memory. `--set host_budget=32GiB` limits it."]
 
     def _range(self) -> str:
         least_s, most_s = self.step_seconds(self.plan)

@@ -9,8 +9,7 @@ from typing import Any
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.budget import margin_of
-from lightning_memsave.planning.candidates import OFFLOAD, candidates_of
+from lightning_memsave.planning.candidates import MICRO_BATCH, OFFLOAD, candidates_of
 from lightning_memsave.planning.constants import SHARE_OF_SINGLE_SETTINGS
 from lightning_memsave.planning.plan import Plan, short_settings
 from lightning_memsave.planning.plan_step import search_for
@@ -18,9 +17,12 @@ from lightning_memsave.planning.step_time import Rates, step_seconds
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.prediction.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.techniques.registry import frees_early
 from lightning_memsave.units import format_bytes
 
 FASTEST_PLAN = "the fastest plan that fits"
+EARLY_RELEASE = "`MemSaveCallback` with nothing else"
+"""Any of its settings frees gradients and outputs of the previous step before the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Remedy:
 
     def __str__(self) -> str:
         fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
-        time = "" if self.time_ratio is None else f"; {self.time_ratio:.2f} times the time"
+        ratio = self.time_ratio
+        time = "" if ratio is None else f"; {ratio:.2f} times the time of the step as given"
         return (
             f"{self.name}: -{format_bytes(self.saved_bytes)}, to {format_bytes(self.device_bytes)} "
             f"on the device{fits}{time} ({self.exactness}; {self.cost}): {self.how}"
@@ -64,6 +67,12 @@ def remedies_of(
     written = what_if.step.settings if written is None else written
     start_s, gpu = processor_time_s(), what_if.step.gpu
     base, found = what_if.base(), list[Remedy]()
+    released = base if MICRO_BATCH in refused else _with_early_release(what_if)
+    if released.peak_bytes < base.peak_bytes:
+        how = as_code(what_if.step.make_callback, {**written, MICRO_BATCH: "halve"})
+        ratio, bitwise = _time_ratio(what_if, released), Exactness.BITWISE.value
+        said = {"exactness": bitwise, "cost": "nothing", "prediction": released}
+        found.append(_remedy(what_if, base, EARLY_RELEASE, how, released, time_ratio=ratio, **said))
     for one in candidates_of(what_if):
         left_s = start_s + SHARE_OF_SINGLE_SETTINGS * limit_s - processor_time_s()
         is_needed = one.argument != OFFLOAD or not best_that_fits(found)
@@ -73,21 +82,34 @@ def remedies_of(
                 how = as_code(what_if.step.make_callback, {**written, **one.changes})
                 said = {"exactness": one.exactness.value, "cost": one.cost, "prediction": after}
                 ratio = _time_ratio(what_if, after)
-                remedy = _remedy(what_if, one.name, how, after, time_ratio=ratio, **said)
+                remedy = _remedy(what_if, released, one.name, how, after, time_ratio=ratio, **said)
                 found += [remedy] if remedy.saved_bytes > 0 else []
-    if gpu is not None and not _fits(what_if, base.device_bytes):
+    if gpu is not None and not _fits(what_if, base):
         left_s = start_s + limit_s - processor_time_s()
         plan = _plan(what_if, written, left_s, refused)
-        found += [] if plan is None else [_as_remedy(what_if, plan)]
+        found += [] if plan is None else [_as_remedy(what_if, released, plan)]
     return found
 
 
-# As a plan for the whole GPU would see it.
-def _fits(what_if: WhatIf, device_bytes: int) -> bool | None:
+# Any setting frees what the previous step has left: this one does nothing else, unless memory runs
+# out.
+def _with_early_release(what_if: WhatIf) -> MemoryPrediction:
+    if not frees_early(what_if.step.effective_settings):
+        with contextlib.suppress(ImpossibleVariantError):
+            found = what_if.predict({MICRO_BATCH: "halve"})
+            return found if MICRO_BATCH in found.settings else what_if.base()
+    return what_if.base()
+
+
+# As `memsave predict` says it.
+def _fits(what_if: WhatIf, found: MemoryPrediction | Plan) -> bool | None:
     gpu = what_if.step.gpu
     if gpu is None:
         return None
-    return device_bytes + margin_of(gpu.total_bytes, what_if.step.device) <= gpu.total_bytes
+    prediction = found.prediction if isinstance(found, Plan) else found
+    if prediction is None:
+        return found.device_bytes <= gpu.total_bytes
+    return prediction.fits(gpu).fits
 
 
 def _time_ratio(what_if: WhatIf, after: MemoryPrediction) -> float | None:
@@ -122,19 +144,23 @@ def _plan(
     return replace(plan, how=as_code(make, beside | short))
 
 
-def _as_remedy(what_if: WhatIf, plan: Plan) -> Remedy:
-    name = FASTEST_PLAN if _fits(what_if, plan.device_bytes) else "the smallest plan"
+def _as_remedy(what_if: WhatIf, released: MemoryPrediction, plan: Plan) -> Remedy:
+    name = FASTEST_PLAN if _fits(what_if, plan) else "the smallest plan"
     ratio = None if _time_ratio(what_if, what_if.base()) is None else plan.time_ratio
-    said = {"exactness": plan.exactness, "cost": "the sum of their costs"}
-    return _remedy(
-        what_if, name, plan.how, plan, time_ratio=ratio, prediction=plan.prediction, **said
-    )
+    said: dict[str, Any] = {"exactness": plan.exactness, "cost": "the sum of their costs"}
+    said |= {"time_ratio": ratio, "prediction": plan.prediction}
+    return _remedy(what_if, released, name, plan.how, plan, **said)
 
 
 def _remedy(
-    what_if: WhatIf, name: str, how: str, found: MemoryPrediction | Plan, **said: Any
+    what_if: WhatIf,
+    before: MemoryPrediction,
+    name: str,
+    how: str,
+    found: MemoryPrediction | Plan,
+    **said: Any,
 ) -> Remedy:
-    saved_bytes = what_if.base().peak_bytes - found.peak_bytes
-    fits = _fits(what_if, found.device_bytes)
+    saved_bytes = before.peak_bytes - found.peak_bytes
+    fits = _fits(what_if, found)
     sizes = found.peak_bytes, found.device_bytes, saved_bytes
     return Remedy(name, how, *sizes, fits=fits, **said)

@@ -9,7 +9,13 @@ from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
-from lightning_memsave.planning.candidates import MICRO_BATCH, advised_against, not_installed
+from lightning_memsave.planning.candidates import (
+    MICRO_BATCH,
+    advised_against,
+    exactness_of_all,
+    not_installed,
+    untried,
+)
 from lightning_memsave.planning.constants import (
     CLOSE,
     EQUALLY_FAST,
@@ -58,11 +64,9 @@ class PlanSearch:
         self._corrections: dict[object, int] = {}
         self._host_corrections: dict[Variant, int] = {}
         self._too_large: set[Variant] = set()  # they were preferred, and did not fit
-        self._slack_bytes = 0.0
         self._by_variant: dict[Variant, list[Estimate]] = {}
         self._chosen: Estimate | None = None
-        self._room = 0
-        self._unchanged_s = 1.0
+        self._slack_bytes, self._room, self._unchanged_s = 0.0, 0, 1.0
 
     def find(self, budget_bytes: int) -> MemoryPlan:
         """Find the fastest plan that fits, or raise; when time is over, the best one by then."""
@@ -81,8 +85,7 @@ class PlanSearch:
     def _fastest_of_all(self, room: int) -> Estimate | None:
         self._prepare()
         if self._slower_s(room) is not None:
-            for variant in self._variants.in_parts():
-                self._add(variant)
+            self._add(*self._variants.in_parts())
         limit_s = self._slower_s(room)
         if limit_s is not None and limit_s < math.inf:
             self._look_on_host(room, limit_s)
@@ -162,6 +165,7 @@ class PlanSearch:
             self._variants.num_predictions,
             (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
             tuple(self._notes(best)),
+            precision=self._what_if.step.with_settings(self._variants.settings({})).precision,
         )
 
     def _notes(self, best: Estimate) -> Iterator[str]:
@@ -173,9 +177,11 @@ class PlanSearch:
                 f"The search was cut off after {self._variants.seconds_so_far:.0f} s of processor "
                 "time: this is the best plan so far, and a faster one may fit."
             )
-        for name, why in advised_against(best.variant.changes).items():
+        for name, why in best.variant.not_advised.items():
             value = best.variant.changes[name]
             yield f"Nothing else fits: `{name}={value!r}` is advised against, as {why}."
+        for name, why in advised_against(step.settings, self._what_if.has_batch_norm).items():
+            yield f"`{name}={step.settings[name]!r}` is advised against, as {why}."
         if why := self._variants.why_form(best.variant):
             yield f"On the host with {why}."
         yield from not_installed(self._variants.options())
@@ -198,8 +204,7 @@ class PlanSearch:
         def rest_of(variant: Variant) -> dict[str, Any]:
             return {n: v for n, v in variant.changes.items() if n not in (RECOMPUTED, MICRO_BATCH)}
 
-        for variant in self._variants.in_other_parts(chosen.variant):
-            self._add(variant)
+        self._add(*self._variants.in_other_parts(chosen.variant))
         same = [
             [
                 candidate
@@ -224,10 +229,8 @@ class PlanSearch:
             if not self.is_out_of_time:
                 self._what_if.base()  # raises what the user's code does
             raise TimeoutError(_OUT_OF_TIME)
-        num_blocks = self._variants.num_blocks
-        self._unchanged_s = unchanged.estimate([KEEP] * num_blocks)[1]
-        for variant in self._variants.all():
-            self._add(variant)
+        self._unchanged_s = unchanged.estimate([KEEP] * self._variants.num_blocks)[1]
+        self._add(*self._variants.all())
 
     @property
     def _quickest_s(self) -> float:
@@ -261,20 +264,20 @@ class PlanSearch:
         limit_s = self._slower_s(room) if wanted.variant.moves_weights else None
         return limit_s is not None and self._look_on_host(room, limit_s, is_small=True)
 
-    def _add(self, variant: Variant) -> None:
-        if variant in self._by_variant:
-            return
+    def _add(self, *variants: Variant) -> None:
         number, kinds = self._variants.num_blocks, self._variants.kinds
-        ways: Iterable[tuple[tuple[str, ...], int]]
-        ways = [((), n) for n in range(variant.most_resident + 1)]
-        if variant.costs is not None:
-            ways = [(way, 0) for way in dict.fromkeys(choices(number, kinds))]
-            ways += resident_choices(number, kinds, variant.most_resident)
-        self._by_variant[variant] = [
-            Estimate.of(variant, kinds, num_resident)
-            for kinds, num_resident in ways
-            if not variant.shown or variant.shown >= {*kinds}
-        ]
+        for variant in variants:
+            ways: Iterable[tuple[tuple[str, ...], int]]
+            ways = [((), n) for n in range(variant.most_resident + 1)]
+            if variant.costs is not None:
+                ways = [(way, 0) for way in dict.fromkeys(choices(number, kinds))]
+                ways += resident_choices(number, kinds, variant.most_resident)
+            if variant not in self._by_variant:
+                self._by_variant[variant] = [
+                    Estimate.of(variant, kinds, num_resident)
+                    for kinds, num_resident in ways
+                    if not variant.shown or variant.shown >= {*kinds}
+                ]
 
     @property
     def _candidates(self) -> list[Estimate]:
@@ -402,20 +405,12 @@ class PlanSearch:
     def _is_known_to_fit(self, candidate: Estimate, room: int) -> bool:
         return self._verified.get(candidate) is not None and self._bytes(candidate) <= room
 
-    def _exactness_of(self, candidate: Estimate) -> Exactness:
-        # "32-true" is what Lightning does by itself.
-        is_exact = str(self._what_if.step.settings.get("precision")) in ("32", "32-true")
-        found = [candidate.exactness] + [
-            entry.exactness
-            for entry in self._given
-            if not (entry.argument == "precision" and is_exact)
-        ]
-        return max(found, key=lambda exactness: exactness.rank)
-
     def _plan(self, candidate: Estimate) -> Plan:
         changes = self._variants.settings(candidate.variant.changes_with(*candidate.way))
-        settings = {**self._what_if.step.settings, **changes}
-        exactness, make = self._exactness_of(candidate).value, self._what_if.step.make_callback
+        step, norm = self._what_if.step, self._what_if.has_batch_norm
+        settings, make = {**step.settings, **changes}, step.make_callback
+        given = exactness_of_all(self._given, step.settings, norm)
+        exactness = max(given, candidate.exactness, key=lambda each: each.rank).value
         prediction = self._verified.get(candidate)
         if prediction is None and not candidate.num_resident:
             prediction = candidate.variant.prediction
@@ -430,7 +425,7 @@ class PlanSearch:
             prediction is not None,
             self._host_bytes(candidate),
             prediction,
-            advised_against(candidate.variant.changes),
+            candidate.variant.not_advised,
         )
 
     # With which a plan would fit the device; 0 if none does.
@@ -471,11 +466,26 @@ class PlanSearch:
         ways.append("shorter samples" if self._what_if.num_samples == 1 else "a smaller batch")
         return f"Use {', '.join(ways)}, or a smaller model."
 
+    # Not all is recorded where what is there before a step is too much.
+    def _find_least(self, room: int) -> Estimate:
+        self._variants.seeks_least = True
+        self._prepare()
+        self._add(*self._variants.in_parts())
+        for in_parts in (False, True):
+            self._look_on_host(room, in_parts=in_parts)
+        for _ in range(MAX_VERIFIED):
+            least = min(self._candidates, key=self._bytes)
+            if least in self._verified or self._variants.left_s <= 0:
+                break
+            self._learn(least, self._variants.predict(least.variant, *least.way))
+        self._variants.seeks_least = False
+        known = [c for c in self._candidates if self._verified.get(c) is not None]
+        return min(known or self._candidates, key=self._bytes)
+
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
         if self.is_out_of_time:
             raise TimeoutError(_OUT_OF_TIME)
-        known = [c for c in self._candidates if self._verified.get(c) is not None]
-        smallest = self._plan(min(known or self._candidates, key=self._bytes))
+        smallest = self._plan(self._find_least(room))
         least_bytes = smallest.device_bytes
         while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:
             least_bytes = smallest.device_bytes + self._margin_of(least_bytes)
@@ -484,15 +494,7 @@ class PlanSearch:
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
             f"{smallest.made_of or 'estimated from its blocks'}. "
-            f"{self._ways_out(least_bytes, room)}{self._untried()}",
+            f"{self._ways_out(least_bytes, room)}"
+            f"{untried(self._variants.options(), self._variants.failures)}",
             smallest,
         )
-
-    def _untried(self) -> str:
-        failures = self._variants.failures
-        lack = "".join(f" {why}" for why in not_installed(self._variants.options()))
-        if not failures:
-            return lack
-        what, why = min(failures.items(), key=lambda item: len(item[0]))
-        others = f", and {len(failures) - 1} other combinations" if len(failures) > 1 else ""
-        return f"{lack} Not tried, as the model raised an error with it: `{what}` ({why}){others}."

@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.measure.parameters import ParameterTable
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import (
-    MICRO_BATCH,
     OFFLOAD,
     Candidate,
-    advised_against,
+    exactness_of,
 )
 from lightning_memsave.planning.constants import EQUALLY_FAST, MOST_STEPS, NEAR, STEP
 from lightning_memsave.planning.recorded_blocks import TILED, value_of
@@ -43,11 +42,13 @@ class Variant:
     weights_on_host: int = 0
     shown: frozenset[str] = frozenset()
     resident: "Resident | None" = None
+    not_advised: Mapping[str, str] = field(default_factory=dict)
+    """Changes that are advised against, with the reason."""
 
     @property
     def rank(self) -> int:
         """How far it moves results; what is advised against comes last."""
-        return self.exactness.rank if not advised_against(self.changes) else NOT_ADVISED
+        return self.exactness.rank if not self.not_advised else NOT_ADVISED
 
     @property
     def most_resident(self) -> int:
@@ -180,14 +181,12 @@ def form_of(changes: Mapping[str, Any]) -> str:
     return repr([changes.get(name) for name in names])
 
 
-def all_exactness(values: Mapping[str, Any]) -> Iterator[Exactness]:
-    if MICRO_BATCH in values:
-        yield Exactness.ROUNDING
+def all_exactness(values: Mapping[str, Any], has_batch_norm: bool) -> Iterator[Exactness]:
     for entry in entries():
         value = values.get(entry.argument)
-        if entry.technique is not None and value is not None and entry.argument != MICRO_BATCH:
+        if entry.technique is not None and value is not None:
             if entry.argument != OFFLOAD:
-                yield entry.exactness
+                yield exactness_of(entry, has_batch_norm)
                 continue
             technique = entry.technique.from_value(value)
             assert technique is not None, "it is on"

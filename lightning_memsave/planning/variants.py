@@ -74,22 +74,20 @@ class Variants:
         offload: Offloading | None = None,
     ) -> None:
         self.what_if, self.rates = what_if, rates
-        self.exactness = exactness
-        """The most that results may move."""
-        self._start_s = processor_time_s()
-        self._limit_s = limit_s
+        self.exactness = exactness  # the most that results may move
+        self._start_s, self._limit_s = processor_time_s(), limit_s
         self._open = set(open_arguments)
         self._details = dict(details or {})
         self._off: dict[str, Any] = {
             e.argument: None for e in entries() if e.argument in self._open
         } | ({MICRO_BATCH: "auto"} if MICRO_BATCH in self._open else {})
         self._num_before = 0
-        self.is_cut_short = False
-        """Whether time was too short for some variants."""
+        self.is_cut_short = False  # whether time was too short for some variants
         given = {**what_if.step.settings, **self._details}
         limit = getattr(offload, "host_budget", None) or given.get("host_budget")
         self.host_budget_bytes = host_budget_bytes(limit, is_here=what_if.step.fit is not None)
         """Host memory that a plan may use."""
+        self.seeks_least = False  # to record what needs the least, though it does not fit
         self.is_host_short = False
         """Whether the host has too little memory for weights in some form."""
         self.is_last_resort = False
@@ -105,7 +103,8 @@ class Variants:
         # By form: what predictions of whole steps needed beyond estimates.
         self._excess: dict[str, int] = {}
         self._known: dict[str, Variant | None] = {}
-        self._offload, self._blocks = offload, RecordedBlocks(what_if)
+        self._offload, self._has_batch_norm = offload, what_if.has_batch_norm
+        self._blocks = RecordedBlocks(what_if)
         selectors = getattr(offload, "blocks", None) or given.get("blocks")
         blocks_of = functools.partial(RecordedBlocks.of, what_if, selectors, exactness)
         if RECOMPUTED in self._open:
@@ -202,8 +201,7 @@ class Variants:
         """Record all that helps with micro-batches."""
         chosen = self._helpful()
         parts = [] if self._is_full(self._record(chosen)) else self._micro_batches()
-        found = [self._record(chosen, beside) for beside in parts]
-        return [variant for variant in found if variant is not None]
+        return [*filter(None, (self._record(chosen, beside) for beside in parts))]
 
     def on_host(self, *, in_parts: bool, is_small: bool = False) -> Iterator[Variant]:
         """Record variants with something in host memory, beside everything that helps."""
@@ -233,11 +231,10 @@ class Variants:
 
     # Whether what is there before a step is too much, whatever blocks save.
     def _is_full(self, variant: Variant | None) -> bool:
-        return (
-            variant is not None
-            and variant.costs is not None
-            and variant.costs.held_bytes(self.kinds[:1] * self.num_blocks) > self.room * (1 + NEAR)
-        )
+        if self.seeks_least or variant is None or variant.costs is None:
+            return False
+        held_bytes = variant.costs.held_bytes(self.kinds[:1] * self.num_blocks)
+        return held_bytes > self.room * (1 + NEAR)
 
     def correct(self, variant: Variant, excess_bytes: int) -> None:
         """Learn by how much a whole step needs more on the host than was estimated."""
@@ -266,9 +263,8 @@ class Variants:
     def in_other_parts(self, variant: Variant) -> list[Variant]:
         on = self._on_in(variant)
         whole = {n: v for n, v in variant.beside.items() if n != MICRO_BATCH}
-        parts = self._micro_batches() if variant.exactness.allows(Exactness.ROUNDING) else []
-        found = [self._record(on, whole | few) for few in ({}, *parts)]
-        return [variant for variant in found if variant is not None]
+        parts = ({}, *self._micro_batches(variant.exactness))
+        return [*filter(None, (self._record(on, whole | few) for few in parts))]
 
     def _on_in(self, variant: Variant) -> list[Candidate]:
         changes = variant.changes.items() - variant.beside.items()
@@ -343,7 +339,7 @@ class Variants:
         what_if = self.what_if
         found = candidates_of(what_if, self.settings({}))
         found += [
-            replace(one, name=_ALL_8BIT, changes={"optimizer": ALL_8BIT})
+            replace(one, name=_ALL_8BIT, changes={"optimizer": ALL_8BIT}, is_advised_against=True)
             for one in found
             if one.changes == {"optimizer": "8bit"}
         ]
@@ -361,6 +357,11 @@ class Variants:
             ]
         return found
 
+    def _allows(self, changes: Mapping[str, Any], limit: Exactness | None = None) -> bool:
+        limit, norm = limit or self.exactness, self._has_batch_norm
+        is_wise = self.is_last_resort or not advised_against(changes, norm)
+        return is_wise and all(map(limit.allows, all_exactness(changes, norm)))
+
     # On a CPU precision stays as it is.
     def _may_set(self, name: str, value: Any) -> bool:
         if name == "precision" and self.what_if.step.device == "cpu":
@@ -368,12 +369,12 @@ class Variants:
         given = self.what_if.step.settings.get(name)
         return name in self._open or given == value
 
-    def _micro_batches(self) -> list[dict[str, Any]]:
+    def _micro_batches(self, limit: Exactness | None = None) -> list[dict[str, Any]]:
         number = self.what_if.num_samples or 0
-        if MICRO_BATCH not in self._open or not self.exactness.allows(Exactness.ROUNDING):
+        if MICRO_BATCH not in self._open:
             return []
         sizes = dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length()))
-        return [{MICRO_BATCH: size} for size in sizes]
+        return [{MICRO_BATCH: n} for n in sizes if self._allows({MICRO_BATCH: n}, limit)]
 
     # The first for which the host has enough memory, or the last one.
     def _form(
@@ -402,9 +403,7 @@ class Variants:
 
         def may_set(name: str, value: Any) -> bool:
             is_new = name != OFFLOAD and (name not in FINAL or name not in names)
-            exact = all(map(self.exactness.allows, all_exactness({name: value})))
-            exact = exact and (self.is_last_resort or not advised_against({name: value}))
-            return is_new and exact and self._may_set(name, value)
+            return is_new and self._allows({name: value}) and self._may_set(name, value)
 
         yield from forms_on_host(form, may_set)
 
@@ -426,15 +425,15 @@ class Variants:
         return ""
 
     def _weights_on_host(self, changes: Mapping[str, Any]) -> int:
-        what_if = self.what_if
-        return weights_on_host({**what_if.step.settings, **changes}, what_if.table)
+        return weights_on_host({**self.what_if.step.settings, **changes}, self.what_if.table)
 
     def _record(
         self, on: Sequence[Candidate], beside: Mapping[str, Any] | None = None
     ) -> Variant | None:
         beside = beside or {}
         changes = changes_of(on, beside)
-        found = [Exactness.BITWISE, *(one.exactness for one in on), *all_exactness(beside)]
+        found = [Exactness.BITWISE, *(one.exactness for one in on)]
+        found += all_exactness(beside, self._has_batch_norm)
         exactness = max(found, key=lambda exactness: exactness.rank)
         key = repr(sorted(changes.items()))
         if not self.exactness.allows(exactness):
@@ -456,6 +455,7 @@ class Variants:
 
         on_host = self._weights_on_host(changes)
         variant = Variant(changes, exactness, beside, weights_on_host=on_host)
+        variant.not_advised = advised_against(changes, self._has_batch_norm)
         if not self.kinds:
             variant.prediction = predict(self.settings(variant.changes_with([])))
             variant.seconds = self.seconds(variant.prediction)

@@ -73,13 +73,17 @@ class GpuFit:
         return self.gpu.total_bytes - self.needed_bytes
 
     @property
+    def is_tight(self) -> bool:
+        return self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes
+
+    @property
     def note(self) -> str:
         if self.fits and self.spare_bytes < 0:
             return (
                 f"with {format_bytes(-self.spare_bytes)} of its optimizer state in host memory, of "
                 f"{format_bytes(self.pageable_bytes)} that may be paged: it moves in each step"
             )
-        if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
+        if self.is_tight:
             return "barely: the rest is smaller than the error of the prediction may be"
         advice = "" if AllocatorSettings.of_environment().expandable_segments else _EXPANDABLE
         if self.fits and self.used_bytes > self.gpu.total_bytes:

@@ -26,6 +26,7 @@ from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import TrainingStep
+from lightning_memsave.techniques.micro_batching.technique import batch_norms_of
 from lightning_memsave.trainer.precision import overflows_in_float16
 
 _IDS_NDIM = 2  # token ids: (samples, tokens)
@@ -188,6 +189,7 @@ class WhatIf:
     attention: str | None = None
     known_sequence: SequenceAxis | None = None
     overflows: bool = False
+    has_batch_norm: bool = False
     observed: Observed = field(default_factory=Observed)
     _known: dict[str, MemoryPrediction | ImpossibleVariantError] = field(default_factory=dict)
 
@@ -286,4 +288,5 @@ def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None
         attention_of(source) if isinstance(source, nn.Module) else None,
         None if step.batch is None else find_sequence(step.batch, sequence_axis),
         isinstance(source, nn.Module) and bool(overflows_in_float16(source)),
+        isinstance(source, nn.Module) and bool(batch_norms_of(source)),
     )

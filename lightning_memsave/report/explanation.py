@@ -1,7 +1,7 @@
 """What uses the memory, why, and what would lower it: the result of `explain_memory`."""
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memsave.core.plain_text import as_plain_text, figure_table
+from lightning_memsave.core.plain_text import as_plain_text, figure_table, wrapped
 from lightning_memsave.explain.dominant_parts import explain_parameters
 from lightning_memsave.explain.factors import (
     Finding,
@@ -18,7 +18,13 @@ from lightning_memsave.explain.factors import (
     model_states_of,
 )
 from lightning_memsave.measure.parameters import ParameterTable
-from lightning_memsave.planning.remedies import Remedy, best_that_fits, remedies_of
+from lightning_memsave.planning.plan import step_in
+from lightning_memsave.planning.remedies import (
+    EARLY_RELEASE,
+    Remedy,
+    best_that_fits,
+    remedies_of,
+)
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from lightning_memsave.prediction.what_if import WhatIf
@@ -47,6 +53,7 @@ class MemoryExplanation:
             fit the GPU, the plan; ``None`` if not requested.
         gpu: The GPU that the step should fit.
         num_predictions: Number of predictions that this needed.
+        precision: That of the unchanged step.
     """
 
     table: ParameterTable
@@ -56,6 +63,7 @@ class MemoryExplanation:
     remedies: tuple[Remedy, ...] | None = None
     gpu: Gpu | None = None
     num_predictions: int = 0
+    precision: str = ""
 
     def factor(self, name: str) -> Finding:
         """Look up the finding of a factor.
@@ -119,12 +127,23 @@ class MemoryExplanation:
             table.add_row(
                 *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),
                 "" if remedy.time_ratio is None else f"x {remedy.time_ratio:.2f}",
-                {None: "", True: "yes", False: "no"}[remedy.fits],
+                _fits(remedy, self.gpu),
                 *(remedy.name, remedy.exactness, remedy.cost),
             )
-        shown: list[RenderableType] = [table, Text(), Text("What to type")]
+        shown: list[RenderableType] = [table]
+        shown += [Text(wrapped(note)) for note in self._notes(remedies)]
+        shown += [Text(), Text("What to type")]
         shown.append(_items((f"{number:>2}.", r.how) for number, r in enumerate(remedies, 1)))
         return [*shown, *self._verdict(self.gpu)]
+
+    def _notes(self, remedies: tuple[Remedy, ...]) -> Iterator[str]:
+        if any(remedy.name == EARLY_RELEASE for remedy in remedies):
+            yield (
+                "Any setting also frees gradients and outputs of the previous step early, as the "
+                'first row does; "saves" of the others is what they save beyond it.'
+            )
+        if any(remedy.time_ratio is not None for remedy in remedies):
+            yield f"Times are ratios to {step_in(self.precision)}, estimated from its kernels."
 
     def _verdict(self, gpu: Gpu | None) -> list[RenderableType]:
         if gpu is None:
@@ -160,7 +179,15 @@ def explain_what_if(
         found,
         what_if.step.gpu,
         what_if.num_predictions,
+        what_if.step.precision,
     )
+
+
+def _fits(remedy: Remedy, gpu: Gpu | None) -> str:
+    if gpu is None or not remedy.fits:
+        return "" if remedy.fits is None else "no"
+    is_tight = remedy.prediction is not None and remedy.prediction.fits(gpu).is_tight
+    return "barely" if is_tight else "yes"
 
 
 # Long lines continue below the text, not below the mark.

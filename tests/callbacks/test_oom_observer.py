@@ -1,8 +1,10 @@
 import gc
 import json
 import logging
+import os
 import pickle
 import re
+import signal
 import warnings
 import weakref
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch
 import torchmetrics
 from jsonargparse import ArgumentParser
 from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import oom_observer
 from lightning_memsave.callbacks.oom_observer import OOMObserver
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, MemsaveWarning
@@ -657,3 +661,21 @@ def test_names_the_tensors_of_a_nested_batch():
     assert list(_oom_facts.describe_batch(batch)) == []
     names = [t.name for t in _oom_facts.describe_batch([{"a": torch.zeros(2)}, torch.zeros(3)])]
     assert names == ["batch[0]['a']", "batch[1]"]
+
+
+class KilledInWorker(Vectors):
+    """Its worker gets what the kernel sends where the memory of the host ran out."""
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_told_what_helps_on_the_host():
+    loader = DataLoader(KilledInWorker(), batch_size=4, num_workers=1)
+    lit = make_lit(train_dataloader=lambda self: loader)
+    _, error = fit_until_out_of_memory(LIGHTNING, lit, MemSaveCallback(), error=RuntimeError)
+    (note,) = (n for n in error.__notes__ if "What to do" in n)
+    assert "the system killed a process" in note
+    assert "num_workers" in note
+    assert "host_budget" in note

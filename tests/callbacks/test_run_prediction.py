@@ -127,6 +127,30 @@ class TestPredictedEqualsMeasured:
         fit(make_lit(model="dropout"), MemSaveCallback(optimizer=None), **settings)
         assert_peak()
 
+    def test_buffers_that_a_repeated_batch_needs_are_not_said_to_be_on_the_host(self, capsys):
+        lit = make_lit(model="dropout")
+        lit.register_buffer("betas", torch.linspace(0, 1, 1000))
+        fit(lit, MemSaveCallback(optimizer=None))
+        assert "on the host" not in capsys.readouterr().out
+
+    @pytest.mark.parametrize("kind", ["fold", "mean of patches", "patches far apart"])
+    def test_storages_that_are_larger_than_their_tensors(self, kind):
+        """torch resizes what was made for the input of `fold`, and of the backward of `unfold`."""
+
+        def loss_of(model: Any, x: Tensor) -> Tensor:
+            functional = nn.functional
+            images = model(x.repeat_interleave(64, 1).view(-1, 4, 32, 32))
+            if kind == "patches far apart":
+                return functional.unfold(images, 2, stride=4).mean(-1).square().mean()
+            patches = functional.unfold(images, 3, padding=1)
+            if kind == "mean of patches":
+                return patches.mean(-1).square().mean()
+            return functional.fold(patches, (32, 32), 3, padding=1).square().mean()
+
+        lit = make_lit(model=WithLoss(nn.Conv2d(4, 4, 3, padding=1), loss_of))
+        fit(lit, MemSaveCallback(preset="off", micro_batch_size=None), limit_val_batches=0)
+        assert_peak()
+
     @pytest.mark.parametrize("window", [2, 3])
     def test_gradients_of_a_window_beside_updates_in_backward(self, window):
         """All are there in the batches between, and in the last one they go one by one."""

@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lightning_memsave.core.out_of_memory import find_out_of_memory, free_unused, is_out_of_memory
+from lightning_memsave.core.out_of_memory import (
+    find_out_of_memory,
+    find_what_to_explain,
+    free_unused,
+    is_out_of_memory,
+)
 from lightning_memsave.errors import MemoryExhaustedError
+from lightning_memsave.oom.message import read_out_of_memory
+from tests.oom import messages
 
 # torch's own words for every error of CUDA's runtime, whatever it is.
 _TAIL = (
@@ -122,9 +129,22 @@ def test_memory_ran_out(name):
     assert find_out_of_memory(error) is error
 
 
+@pytest.mark.parametrize("name", [name for name in OUT_OF_MEMORY if name != "Python"])
+def test_its_text_is_explained(name):
+    read_out_of_memory(f"{type(OUT_OF_MEMORY[name]).__name__}: {OUT_OF_MEMORY[name]}")
+
+
+@pytest.mark.parametrize("name", ["TRITON", "WORKER_KILLED", "BUS_ERROR", "SHM_FULL"])
+def test_what_less_memory_cannot_avoid_is_explained_and_not_retried(name):
+    error = RuntimeError(getattr(messages, name))
+    assert find_what_to_explain(error) is error
+    assert not is_out_of_memory(error)
+
+
 @pytest.mark.parametrize("name", SOMETHING_ELSE)
 def test_something_else(name):
     assert not is_out_of_memory(SOMETHING_ELSE[name])
+    assert find_what_to_explain(SOMETHING_ELSE[name]) is None
 
 
 @pytest.mark.parametrize("error_class", [RuntimeError, torch.AcceleratorError])

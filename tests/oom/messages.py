@@ -104,3 +104,41 @@ CPU_WINDOWS = (
 )
 CUBLAS = "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 DRIVER = "RuntimeError: CUDA error: out of memory"
+CUBLAS_HANDLE = (
+    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+)
+CUDNN_HANDLE = "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"
+NCCL = (
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error "
+    "(run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to "
+    "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+BITSANDBYTES = "Error out of memory at line 380 in file /mmfs1/bitsandbytes/csrc/ops.cu"
+TRITON = (
+    "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, "
+    "Hardware limit: 101376. Reducing block sizes or `num_stages` may help."
+)
+MPS = (
+    "RuntimeError: MPS backend out of memory (MPS allocated: 5.05 GB, other allocations: 1.50 GB, "
+    "max allowed: 6.80 GB). Tried to allocate 512.00 MB on private pool. Use "
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations (may cause "
+    "system failure)."
+)
+WORKER_KILLED = "RuntimeError: DataLoader worker (pid 31247) is killed by signal: Killed. "
+RANK_KILLED = (
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\ntrain.py FAILED\n"
+    "  exitcode  : -9 (pid: 2207)\n  error_file: <N/A>\n"
+    "  traceback : Signal 9 (SIGKILL) received by PID 2207"
+)
+SLURM = "slurmstepd: error: Detected 1 oom_kill event in StepId=1234.0. Some of your processes may"
+BUS_ERROR = (
+    "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that "
+    "dataloader's workers are out of shared memory. Please try to raise your shared memory limit."
+)
+SHM_FULL = (
+    "RuntimeError: unable to write to file </torch_1234_5678_0>: No space left on device (28)"
+)
+NUMPY = (
+    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with "
+    "shape (1000000000,) and data type float64"
+)

@@ -42,6 +42,18 @@ EXPECTED = {
     "CPU_WINDOWS": ("host", "num_workers"),
     "CUBLAS": ("library", "CUDA_LAUNCH_BLOCKING=1"),
     "DRIVER": ("unknown", "the whole message"),
+    "CUBLAS_HANDLE": ("library", "CUDA_LAUNCH_BLOCKING=1"),
+    "CUDNN_HANDLE": ("library", "CUDA_LAUNCH_BLOCKING=1"),
+    "NCCL": ("nccl", "two ranks are on one device"),
+    "BITSANDBYTES": ("bitsandbytes", "micro_batch_size=4"),
+    "TRITON": ("kernel", 'attn_implementation="sdpa"'),
+    "MPS": ("mps", "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"),
+    "WORKER_KILLED": ("killed", "num_workers"),
+    "RANK_KILLED": ("killed", "num_workers"),
+    "SLURM": ("killed", "num_workers"),
+    "BUS_ERROR": ("shared_memory", "--shm-size"),
+    "SHM_FULL": ("shared_memory", "--shm-size"),
+    "NUMPY": ("host", "num_workers"),
 }
 
 

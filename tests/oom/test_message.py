@@ -21,7 +21,7 @@ def mib(number):
 def figures(text):
     """What the text tells: fields with a value, apart from the words themselves."""
     fields = dataclasses.asdict(read_out_of_memory(text))
-    for name in ("message", "allocator_variable", "num_messages", "processes"):
+    for name in ("message", "allocator_variable", "num_messages", "processes", "told"):
         fields.pop(name)
     return {name: value for name, value in fields.items() if value not in {None, ""}}
 
@@ -79,6 +79,20 @@ EXPECTED = {
     "CPU_WINDOWS": {"device": "cpu", "requested_bytes": 911_360},
     "CUBLAS": {"device": "cuda", "library": "CUBLAS"},
     "DRIVER": {"device": "cuda"},
+    "CUBLAS_HANDLE": {"device": "cuda", "library": "CUBLAS"},
+    "NCCL": {"device": "cuda", "library": "NCCL"},
+    "BITSANDBYTES": {"device": "cuda", "library": "bitsandbytes"},
+    "TRITON": {"device": "cuda"},
+    "MPS": {
+        "device": "mps",
+        "allocated_bytes": gib(5.05),
+        "allowed_bytes": gib(6.80),
+        "requested_bytes": 512 * MIB,
+    },
+    "WORKER_KILLED": {"device": "cpu"},
+    "RANK_KILLED": {"device": "cpu"},
+    "BUS_ERROR": {"device": "cpu"},
+    "NUMPY": {"device": "cpu", "requested_bytes": gib(7.45)},
 }
 
 
@@ -104,6 +118,17 @@ def test_reads_every_figure(name):
 )
 def test_reads_the_same_whatever_is_around(name, around):
     assert figures(around(getattr(m, name))) == EXPECTED[name]
+
+
+def test_a_process_that_is_killed_after_another_has_failed_is_not_the_cause():
+    assert read_out_of_memory(f"{m.DRIVER}\n{m.RANK_KILLED}").told == ""
+
+
+def test_a_lost_context_is_no_lack_of_memory():
+    """As in a fit: a handle that cannot be made is then the first to show it."""
+    text = f"CUDA error: an illegal memory access was encountered\n{m.CUBLAS_HANDLE}"
+    with pytest.raises(ConfigurationError, match="CUDA_LAUNCH_BLOCKING=1"):
+        read_out_of_memory(text)
 
 
 def test_reads_other_processes():

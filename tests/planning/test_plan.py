@@ -149,3 +149,15 @@ def test_plans_of_checkpoints_are_read():
         "optimizer": LowBitOptimizer(force_8bit=("*",)),
         "attention": None,
     }
+
+
+def test_text_says_that_the_host_is_assumed_to_have_the_memory_and_what_times_are_over():
+    def text(**settings):
+        plan = Plan(settings, "how", "rounding", 2**30, 2**30, 0.9, True, host_bytes=2**34)
+        found = MemoryPlan(2**31, 0, plan, None, (plan,), precision="32-true")
+        return " ".join(str(found).split())
+
+    assert "Assumed: the host has the memory. `--set host_budget=32GiB` limits it." in text()
+    assert "Assumed" not in text(host_budget="16GiB")
+    assert "0.90 times the time of the unchanged step in float32" in text()
+    assert "Times are ratios to the unchanged step in float32" in text()

@@ -144,6 +144,25 @@ def test_what_is_advised_against_is_planned_where_nothing_else_fits(argument):
     assert not more.plan.not_advised
 
 
+def test_the_least_that_a_refusal_names_is_the_least_of_any_budget():
+    """Also of one that is below what is there before a step."""
+    layers = [nn.TransformerEncoderLayer(64, 2, 256, batch_first=True) for _ in range(3)]
+    off = {**dict.fromkeys(ALL - {"micro_batch_size", "activation_checkpointing"})}
+    settings = {**off, "precision": "32-true", "offload": None}
+    what_if = make_what_if(
+        nn.Sequential(*layers), torch.ones(16, 64, 64), settings=settings, device="cpu"
+    )
+    search = search_for(what_if, Exactness.ROUNDING)
+    with pytest.raises(InfeasiblePlanError, match="The least found is ") as failure:
+        search.find(2**20)
+    least = failure.value.smallest
+    assert least.micro_batch_size == 1
+    assert search.find(least.device_bytes).plan.device_bytes == least.device_bytes
+    with pytest.raises(InfeasiblePlanError) as failure:
+        search.find(least.device_bytes - 1)
+    assert failure.value.smallest == least
+
+
 def test_the_budget_that_a_refusal_names_is_enough():
     variants = Variants(what_if_of("no blocks"), OPEN, Exactness.BITWISE, RATES)
     search = PlanSearch(variants, margin_of=lambda size: size - size // 8)

@@ -34,6 +34,9 @@ from lightning_memsave.units import GIB, MIB
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
         ("4070 ti super", "RTX-4070-Ti-SUPER"),
+        ("RTX 4090 24GB", "RTX-4090"),
+        ("NVIDIA L4 24 GiB", "L4"),
+        ("B200-192GB", "B200"),
     ],
 )
 def test_finds_a_card_in_any_spelling(text, name):
@@ -117,3 +120,9 @@ def test_says_what_to_type_instead(text, remedy):
     with pytest.raises(ConfigurationError) as caught:
         parse_gpu(text)
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["RTX 4090 48GB", "RTX 3060 8GB", "L4 16GB"])
+def test_a_size_that_no_such_card_has_is_refused(text):
+    with pytest.raises(ConfigurationError, match="is not known"):
+        parse_gpu(text)

@@ -175,6 +175,8 @@ class BudgetSetting(Setting):
         return True
 
     def _show(self) -> None:
+        from lightning_memsave.planning.plan import step_in
+
         plan, made = self._plan, self._made
         if plan is None or made is None:
             self.show("off", "only training is planned")
@@ -182,7 +184,7 @@ class BudgetSetting(Setting):
         sure = "predicted" if plan.is_verified else "estimated"
         needs = (
             f"{sure} to need {format_bytes(plan.device_bytes)} and {plan.time_ratio:.2f} times the "
-            "time of a step without it"
+            f"time of {step_in(made.precision)}"
         )
         if made.frontier and not plan.is_verified and plan is made.plan:
             needs = f"{needs if made.num_predictions else 'not predicted'}: {_CUT_OFF}"

@@ -16,7 +16,6 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     failed_rank,
     failed_step,
     failed_window,
-    has_batch_norm,
     part_passer,
     read_micro_batching,
     reasons_against,
@@ -57,7 +56,11 @@ from lightning_memsave.techniques.micro_batching.runner import (
     Splitting,
     samples_of,
 )
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching, check_repeatable
+from lightning_memsave.techniques.micro_batching.technique import (
+    MicroBatching,
+    batch_norms_of,
+    check_repeatable,
+)
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
 from lightning_memsave.techniques.optimizer_step import allocate_state
 from lightning_memsave.trainer.batch_parts import BatchParts
@@ -192,7 +195,7 @@ class MicroBatchSetting(Setting):
         )
         self._undo.append(self._forget_runner)
         self.proof, self._tie, self._proofs = Proof(), "", {}
-        self._show(trainer, pl_module)
+        self._show_size(trainer, pl_module)
         if not self.is_auto:
             warn_of_batch_norm(trainer, pl_module, self.written, "micro-batch alone")
 
@@ -484,7 +487,7 @@ class MicroBatchSetting(Setting):
             details.append("gradients are shared after backward in the first two steps")
         # More than two processes can sum in an order that is not DDP's.
         is_bitwise = self.is_auto and self.size is None and trainer.world_size <= 2
-        in_parts = "approximate" if has_batch_norm(pl_module) else "rounding"
+        in_parts = "approximate" if batch_norms_of(pl_module) else "rounding"
         self.show("on", *details, exactness="bitwise" if is_bitwise else in_parts)
 
 

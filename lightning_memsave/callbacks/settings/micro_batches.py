@@ -24,7 +24,11 @@ from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.techniques.micro_batching.in_blocks import BlockMicroBatching
 from lightning_memsave.techniques.micro_batching.loss_observed import Proof
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, PassPart
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.micro_batching.technique import (
+    BATCH_STATISTICS,
+    MicroBatching,
+    batch_norms_of,
+)
 from lightning_memsave.techniques.optimizer_kinds import is_of_torch
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import (
@@ -86,7 +90,7 @@ def is_among(trainer: Any, name: str) -> bool:
 
 def warn_of_batch_norm(trainer: Any, pl_module: nn.Module, written: str, alone: str) -> None:
     """Warn that batch normalization sees the statistics of what passes alone."""
-    if has_batch_norm(pl_module):
+    if batch_norms_of(pl_module):
         fix = (
             "Use a normalisation without batch statistics, such as `nn.GroupNorm`, if that matters."
         )
@@ -254,16 +258,12 @@ def _extent(batch: Any) -> tuple[int, int]:
     return sum(t.numel() for t in tensors), max(lengths, default=0)
 
 
-def has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
-
-
 def batch_norm_problems(pl_module: nn.Module, what: str, limit: Exactness) -> list[Problem]:
-    if limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
+    if limit.allows(Exactness.APPROXIMATE) or not batch_norms_of(pl_module):
         return []
     why = (
-        "batch normalisation computes its statistics from each micro-batch alone, which is "
-        f"approximate, and `exactness={limit.value!r}` does not allow that"
+        f"{BATCH_STATISTICS}, which is approximate, and `exactness={limit.value!r}` does not allow "
+        "that"
     )
     fix = (
         'Use `exactness="approximate"`, a normalisation without batch statistics, such as '

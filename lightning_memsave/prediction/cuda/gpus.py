@@ -167,7 +167,7 @@ def parse_gpu(text: str) -> Gpu:
         text
     ):
         return _gpu_from_size(text.strip())
-    found = _find_by_name(text)
+    found = _find_by_name(text) or _find_with_size(text)
     if len(found) == 1:
         return found[0]
     if found:
@@ -201,6 +201,20 @@ def _find_by_name(text: str) -> list[Gpu]:
         if found:
             return found
     return []
+
+
+# Data sheets say up to a tenth more than what a GPU with error correction has.
+_AGREES = 0.91, 1.02
+
+
+# With the size of a GPU that exists with one size only.
+def _find_with_size(text: str) -> list[Gpu]:
+    match = re.fullmatch(r"(.*\D)(\d+)\s*gi?b\s*", text, re.IGNORECASE)
+    if match is None:
+        return []
+    num_bytes = int(match[2]) * GIB
+    least, most = (share * num_bytes for share in _AGREES)
+    return [gpu for gpu in _find_by_name(match[1]) if least <= gpu.total_bytes <= most]
 
 
 def local_gpu(device: torch.device) -> Gpu:

@@ -256,6 +256,15 @@ def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (*outputs, kept.new_empty(num_bytes))
 
 
+# torch makes the result as large as the input and resizes it, which never makes a storage smaller.
+def _resized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = run_cached(func, args, kwargs)
+    if args[0].numel() <= result.numel():
+        return result
+    storage = result.new_empty(args[0].numel())
+    return storage.as_strided(result.shape, result.stride())
+
+
 class _TensorSpec(tuple[Any, ...]):
     __slots__ = ()
 
@@ -279,4 +288,6 @@ _CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] =
     aten.native_batch_norm.default: _norm,
     aten._grouped_mm.default: _grouped_mm,
     aten.mkldnn_rnn_layer.default: _recurrent,
+    aten.col2im.default: _resized,
+    aten.im2col.default: _resized,
 }

@@ -29,6 +29,8 @@ from lightning_memsave.techniques.optimizer_step import all_in_backward, in_back
 Step: TypeAlias = Callable[[Any], Tensor]
 """Function of a batch that returns its loss, a mean over samples or tokens."""
 
+BATCH_STATISTICS = "batch normalisation computes its statistics from each micro-batch alone"
+"""Why micro-batches are approximate in a network with batch normalisation."""
 _OF = ("batches", "blocks")
 _HALF = (torch.float16, torch.bfloat16)
 _FIX = (
@@ -304,6 +306,12 @@ def _updates_of(module: nn.Module | None) -> list[Any]:
     if module is None:
         return [updates for _, updates in all_in_backward()]
     return [updates for _, updates in in_backward_of(module.parameters())]
+
+
+def batch_norms_of(module: nn.Module) -> list[str]:
+    """Name the modules whose statistics micro-batches change."""
+    norms = nn.modules.batchnorm._BatchNorm
+    return [name for name, m in module.named_modules() if isinstance(m, norms)]
 
 
 def size_of_batches(value: Any) -> Any:
