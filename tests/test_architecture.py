@@ -27,6 +27,7 @@ ROOMS = (
     {"errors"},
     {"units"},
     {"core"},
+    {"blocks"},
     {"techniques", "measure", "trainer"},
     {"prediction"},
     {"doctor", "explain", "oom", "targets"},

@@ -124,6 +124,7 @@ NAMES = (
     Names("torch._C", "_autograd _current_autograd_node _current_graph_task_id"),
     Names("torch._C", "_will_engine_execute_node"),
     Names("torch._C:_autograd", "_top_saved_tensors_default_hooks"),
+    Names("torch._C:_autograd", "_unsafe_set_version_counter", "activation_checkpointing"),
     Names("torch._C:_autograd", "_get_sequence_nr", "predict"),
     # In torch 2.10 of the class of each kind of node, not of `Node`.
     Names("torch._C:_functions.AccumulateGrad", "_sequence_nr"),
@@ -135,7 +136,6 @@ NAMES = (
     Names("torch.nn:Module", "_non_persistent_buffers_set", "micro_batch_size"),
     Names("torch.nn:Module", "_forward_pre_hooks", "low_precision_weights"),
     Names("torch.nn.modules.batchnorm", "_BatchNorm"),
-    Names("torch.nn.modules.batchnorm", "_NormBase", "activation_checkpointing"),
     Names("torch.nn.modules.conv", "_ConvNd"),
     # The feed-forward layers have no module of their own.
     Names("torch.nn:TransformerEncoderLayer", "_ff_block", "activation_checkpointing"),

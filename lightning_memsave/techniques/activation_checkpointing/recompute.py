@@ -22,8 +22,8 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_memsave.core.nested import attributes_of, items_of
-from lightning_memsave.core.patching import own, set_own
-from lightning_memsave.errors import ExactnessWarning, IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques.activation_checkpointing.block_state import begin_pass
 from lightning_memsave.techniques.activation_checkpointing.selective import (
     Contexts,
     keep_expensive_ops,
@@ -31,161 +31,6 @@ from lightning_memsave.techniques.activation_checkpointing.selective import (
     selective_contexts,
 )
 from lightning_memsave.techniques.deferred import computed
-
-# Of a module: names of all its buffers, and of those that its forward changes.
-_BUFFERS = "_memsave_buffers"
-
-
-def forget_buffers(module: nn.Module) -> None:
-    """Forget what is known of the buffers of a block, or of the layers of a chain."""
-    for owner in (module, *module.children()):
-        vars(owner).pop(_BUFFERS, None)
-
-
-class ChangedBuffers:
-    """Copies of the buffers that the forward pass changes.
-
-    Batch normalisation updates its running statistics in forward. Recomputation must not update
-    them again, and a module that reads what it updates (spectral normalisation) must read the
-    values of the first run. The first training forward copies all buffers, to find out which ones
-    change. What torch's batch normalisation only writes is not copied: recomputation writes
-    elsewhere.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        # Module, name, buffer, its version, and its copy if it is expected to change.
-        self._before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
-        self._only_written: list[tuple[nn.Module, str]] = []
-        for module in modules:
-            names, changing = own(module, _BUFFERS) or (_buffer_names(module),) * 2
-            for name in names:
-                buffer = _buffer(module, name)
-                if buffer is not None and _is_only_written(module, name):
-                    self._only_written.append((module, name))
-                elif buffer is not None:
-                    copy = buffer.clone() if name in changing else None
-                    self._before.append((module, name, buffer, buffer._version, copy))
-
-    @property
-    def can_change(self) -> bool:
-        """Whether there is any buffer."""
-        return bool(self._before or self._only_written)
-
-    def learn(self) -> None:
-        """Find the buffers that the forward pass changed, and free the other copies."""
-        changed = []
-        for module, name, buffer, version, saved in self._before:
-            now = _buffer(module, name)
-            is_changed = now is not buffer or buffer._version != version
-            # Kernels of normalisation layers change statistics without bumping the version counter.
-            if saved is not None and (
-                is_changed or own(module, _BUFFERS) or name in _statistics(module)
-            ):
-                changed.append((module, name, buffer, version, saved))
-            elif is_changed and now is not None:
-                _warn_of_late_change(module, name)
-                changed.append((module, name, buffer, version, now.clone()))
-        self._before = [*changed]
-        for module in self._modules:
-            known = own(module, _BUFFERS)
-            names, before = known or (_buffer_names(module), frozenset())
-            found = frozenset(name for owner, name, *_ in changed if owner is module)
-            if module.training and (known is None or not found <= before):
-                set_own(module, _BUFFERS, (names, before | found | _statistics(module)))
-
-    def contexts(self, inner: Callable[[], Contexts]) -> Contexts:
-        """Return contexts for forward and recomputation, around those of ``inner``."""
-        in_forward, in_recomputation = inner()
-        return in_forward, _PutBack(self, in_recomputation)
-
-    def put_back(self) -> list[tuple[nn.Module, str, Tensor | None]]:
-        """Restore the buffers to their values before forward; return the current ones."""
-        now = [(module, name, _buffer(module, name)) for module, name, *_ in self._before]
-        for module, name, _, _, saved in self._before:
-            assert saved is not None, "`learn` keeps copies only"
-            set_buffer(module, name, saved.clone())
-        for module, name in self._only_written:
-            buffer = _buffer(module, name)
-            now.append((module, name, buffer))
-            set_buffer(module, name, None if buffer is None else torch.empty_like(buffer))
-        return now
-
-
-class _PutBack(contextlib.AbstractContextManager[None]):
-    # A class: with `retain_graph=True` it is entered once per backward pass.
-    def __init__(
-        self, buffers: ChangedBuffers, inner: contextlib.AbstractContextManager[Any]
-    ) -> None:
-        self._buffers, self._inner = buffers, inner
-        self._now: list[tuple[nn.Module, str, Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        self._now = self._buffers.put_back()
-        self._inner.__enter__()
-
-    def __exit__(self, *exc: Any) -> bool | None:
-        try:
-            return self._inner.__exit__(*exc)
-        finally:
-            for module, name, buffer in self._now:
-                set_buffer(module, name, buffer)
-
-
-def set_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
-    """Set the buffer with a dotted name in a module."""
-    path, _, leaf = name.rpartition(".")
-    module.get_submodule(path)._buffers[leaf] = buffer
-
-
-def _buffer(module: nn.Module, name: str) -> Tensor | None:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path)._buffers.get(leaf)
-
-
-# In training these layers use statistics of the batch, and with a momentum no number of batches.
-_BATCH_NORMS = frozenset(
-    {
-        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    }
-)
-_WRITTEN = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-
-
-def _is_only_written(module: nn.Module, name: str) -> bool:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (
-        type(owner) in _BATCH_NORMS
-        and owner.training
-        and getattr(owner, "momentum", None) is not None
-        and leaf in _WRITTEN
-    )
-
-
-def _buffer_names(module: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, _ in module.named_buffers())
-
-
-# Statistics of normalisation layers, which change in training mode only.
-def _statistics(module: nn.Module) -> frozenset[str]:
-    return frozenset(
-        f"{path}.{name}".lstrip(".")
-        for path, child in module.named_modules()
-        if isinstance(child, nn.modules.batchnorm._NormBase)
-        for name, _ in child.named_buffers()
-    )
-
-
-def _warn_of_late_change(module: nn.Module, name: str) -> None:
-    warnings.warn(
-        f"The buffer `{name}` of `{type(module).__name__}` was changed in forward for the first "
-        "time. In this step its block is recomputed with the new value; from the next step on, "
-        "with the value from before forward. Exclude this block with `blocks=` if that matters.",
-        ExactnessWarning,
-        stacklevel=2,
-    )
 
 
 def _matmul_precision() -> str | None:
@@ -256,6 +101,9 @@ def recompute(
             stacklevel=3,
         )
         return run(*args, **kwargs)
+    state = begin_pass(modules)
+    if state is None:
+        return run(*args, **kwargs)
     # Outside of the block: tensors that this saves for backward do not belong to the block.
     args, kwargs = computed((args, kwargs))
     call = _Call(run, modules, args, kwargs)
@@ -263,11 +111,13 @@ def recompute(
     context_fn: Callable[[], Contexts] = noop_context_fn
     if is_selective:
         context_fn = functools.partial(selective_contexts, kept)
-    buffers = ChangedBuffers(modules)
-    if buffers.can_change:
-        context_fn = functools.partial(buffers.contexts, context_fn)
     try:
-        output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
+        output = checkpoint(
+            call,
+            *call.tensors,
+            use_reentrant=False,
+            context_fn=lambda: state.contexts(context_fn()),
+        )
     except _StopRecomputationError:  # of the block around it, which has all that it needs
         raise
     except BaseException as error:
@@ -276,7 +126,7 @@ def recompute(
     call.end_first()
     for results in kept:
         save_through_hooks(results)
-    buffers.learn()
+    state.leave()
     return output
 
 

@@ -34,10 +34,8 @@ from lightning_memsave.core.patching import (
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
-from lightning_memsave.techniques.activation_checkpointing.recompute import (
-    forget_buffers,
-    recompute,
-)
+from lightning_memsave.techniques.activation_checkpointing.block_state import forget_state
+from lightning_memsave.techniques.activation_checkpointing.recompute import recompute
 from lightning_memsave.techniques.activation_checkpointing.tiles import Tiles, norms_of
 
 T = TypeVar("T")
@@ -124,11 +122,11 @@ class ActivationCheckpointing(Technique[nn.Module]):
 
     Note:
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
-        the same state, and buffers that a block changes in ``forward`` are changed once. Of
+        the same state, and state that a block changes in ``forward`` is changed once. Of
         ``"tiled"`` it is *rounding*: gradients of weights are sums over tiles, in 16 bits if the
         weights have 16, and dropout draws other masks. The first batch shows which submodules
         compute each position by itself, by their operators and by a few positions; the others are
-        recomputed whole. A block must compute the same twice: without state outside of torch, and
+        recomputed whole. A block must compute the same twice: without state in globals, and
         without a change of its arguments in place. Hugging Face models are trained with
         ``use_cache=False``. More limits
         are in docs/checkpointing_and_micro_batches.md.
@@ -229,7 +227,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         if self.which == "sqrt":
             chains = self._chains(target)
             undo = [patch_method(chain.module, _Segments.forward) for chain in chains]
-            undo += [functools.partial(forget_buffers, chain.module) for chain in chains]
+            undo += [functools.partial(forget_state, chain.module) for chain in chains]
             undo += _switch_caches_off(target, chains)
             words = f"{len(chains)} split into segments: {_counted(chains)}"
             return Handle(target, [chain.name for chain in chains], (), undo, summary=words)
@@ -270,7 +268,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         undo = [patch_method(b.module, _Full.forward) for b in (*full, *parts)]
         undo += [patch_method(block.module, _Selective.forward) for block in selective]
         undo += _in_tiles(in_tiles, norms, self.tile)
-        undo += [functools.partial(forget_buffers, each.module) for each in (*free, *all_parts)]
+        undo += [functools.partial(forget_state, each.module) for each in (*free, *all_parts)]
         undo += _switch_caches_off(target, free)
         names = [block.name for block in (*free, *all_parts)]
         return Handle(target, names, skipped, undo, summary="; ".join(summary))
