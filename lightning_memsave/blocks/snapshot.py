@@ -43,6 +43,7 @@ _LIBRARIES = frozenset(
     }
 )
 _MAX_DEPTH = 5
+_MAX_INNER = 64
 _MAX_ITEMS = 1000  # of a container that is searched for tensors; its items are always restored
 
 
@@ -50,25 +51,46 @@ class Reachable:
     """What is reached from an object: dictionaries of names, containers, tensors, generators.
 
     Attributes of objects are followed, and items of containers and of tuples; of a module that is
-    held in a container or an object, what it has itself, without its submodules.
+    held in a container or an object, what it has itself, without its submodules. With
+    ``is_shallow`` only what the owner has itself is found.
     """
 
-    __slots__ = ("_identities", "_own", "containers", "generators", "names", "owner", "tensors")
+    __slots__ = (
+        *("_identities", "_is_shallow", "_num_inner", "_own", "containers", "generators"),
+        *("has_inner_tensors", "names", "owner", "tensors"),
+    )
 
-    def __init__(self, owner: Any, path: str = "") -> None:
+    def __init__(self, owner: Any, path: str = "", *, is_shallow: bool = False) -> None:
         self.owner, self._own = owner, names_of(owner)
         self._identities = _identities(self._own)
         self.names: list[tuple[Names, Names]] = []
         """Dictionaries of names, and copies of them."""
-        self.containers: list[Any] = []
+        self.containers: list[tuple[Any, Any]] = []
+        """Containers, and copies of them."""
         self.tensors: dict[str, Tensor] = {}
         self.generators: list[Any] = []
+        self._is_shallow, self._num_inner, self.has_inner_tensors = is_shallow, 0, False
         self._follow(owner, path, {id(owner)}, 0)
 
     @property
     def is_deep(self) -> bool:
         """Whether more is reached than names and tensors of the owner itself."""
         return bool(self.containers or self.generators or len(self.names) > len(self._own))
+
+    @property
+    def is_of_settings(self) -> bool:
+        """Whether so much is reached, and no state in it, that to look in each pass costs time."""
+        has_state = self.has_inner_tensors or self.generators
+        return self._num_inner > _MAX_INNER and not has_state
+
+    def has_changed(self) -> bool:
+        """Return whether anything but values of tensors is another than it was."""
+        inner = self.names[len(self._own) :]
+        return (
+            self.has_other_names()
+            or any(_identities((names,)) != _identities((before,)) for names, before in inner)
+            or any(not is_same(container, items) for container, items in self.containers)
+        )
 
     def has_other_names(self) -> bool:
         """Return whether other objects are bound to the names of the owner by now."""
@@ -80,32 +102,35 @@ class Reachable:
         return any(_identities((names,)) != _identities((before,)) for names, before in pairs)
 
     def _follow(self, owner: Any, path: str, seen: set[int], depth: int) -> None:
-        submodules = vars(owner).get("_modules") if isinstance(owner, nn.Module) else None
-        for names in names_of(owner):
-            copied = dict(names)
-            self.names.append((names, copied))
-            for name, value in [*names.items()]:
+        pairs = [(names, dict(names)) for names in names_of(owner)]
+        self.names += pairs
+        # Submodules, the last of the names of a module, are found by who asks for them.
+        for names, copied in pairs[:3]:
+            for name, value in names.items():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     copied[name] = _OfGraph(value)
-                # Submodules are found by who asks for them.
-                elif is_state(name) and not isinstance(value, _PLAIN) and names is not submodules:
+                elif is_state(name) and not isinstance(value, _PLAIN):
                     self._visit(value, f"{path}.{name}".lstrip("."), seen, depth)
 
     def _visit(self, value: Any, path: str, seen: set[int], depth: int) -> None:
+        self._num_inner += depth > 0
         if isinstance(value, Tensor):
             self.tensors[path] = value
+            self.has_inner_tensors |= depth > 0
         elif (
             isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.flags.writeable
         ):
             self.tensors[path] = torch.from_numpy(value)
-        elif depth < _MAX_DEPTH and id(value) not in seen and not isinstance(value, _PLAIN):
+        elif self._is_shallow or isinstance(value, _PLAIN):
+            return
+        elif depth < _MAX_DEPTH and id(value) not in seen:
             seen.add(id(value))
             self._enter(value, path, seen, depth + 1)
 
     def _enter(self, value: Any, path: str, seen: set[int], depth: int) -> None:
         if type(value) in CONTAINERS or isinstance(value, tuple):
             if not isinstance(value, tuple):
-                self.containers.append(value)
+                self.containers.append((value, value.copy()))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in [*items] if len(value) <= _MAX_ITEMS else ():
                 self._visit(item, f"{path}[{key!r}]", seen, depth)
@@ -161,7 +186,7 @@ class Snapshot:
     def __init__(self, found: Sequence[Reachable], tensors: Iterable[Tensor]) -> None:
         self._found = found
         self._names: list[tuple[Names, Names]] = []
-        self._containers = [(c, c.copy()) for each in found for c in each.containers]
+        self._containers = [pair for each in found for pair in each.containers]
         self._generators = [(g, generator_state(g)) for each in found for g in each.generators]
         self._values = [Values(tensor) for tensor in tensors]
 
@@ -188,8 +213,8 @@ class Snapshot:
         return now
 
     def changed(self) -> list[Reachable]:
-        """List owners whose names are bound to other objects by now, or may be further inside."""
-        return [each for each in self._found if each.is_deep or each.has_other_names()]
+        """List what is bound or contained otherwise by now."""
+        return [each for each in self._found if each.has_changed()]
 
     def restore(self) -> None:
         """Restore everything."""

@@ -6,6 +6,7 @@ Each case is trained plain and recomputed in one process, from one seed, and com
 import copy
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any, cast
@@ -157,10 +158,14 @@ def make_net(kind: str, way: str, place: str, size: int = WIDTH) -> Net:
     return net
 
 
-@pytest.mark.parametrize("which", ["all", "selective"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+# Each second one selectively: seven ways are an odd number, so that each kind and way meets both.
+CASES = [
+    (*case, ("all", "selective")[number % 2])
+    for number, case in enumerate(itertools.product(KINDS, PLACES, WAYS))
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "way", "which"), CASES)
 def test_state_is_seen_as_forward_saw_it_and_changed_once(kind, place, way, which):
     is_weight = kind in ("frozen", "trained") and way != "assign"
 
@@ -281,6 +286,26 @@ class Grows(nn.Module):
         return x + self.norm(torch.tanh(self.linear(x))) + self.seen.clone()
 
 
+class Section:
+    def __init__(self, **names: Any) -> None:
+        vars(self).update(names)
+
+
+class HasSettings(nn.Module):
+    """Holds a tree of settings, a number in which forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = {f"name_{i}": {"a": [0.1 * i], "b": i} for i in range(40)}
+        self.settings: Any = Section(model=Section(**names), rate=1.0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settings.rate *= 1.1
+        self.settings.model.name_3["a"].append(self.settings.rate)
+        return x + torch.tanh(self.linear(x)) * sum(self.settings.model.name_3["a"])
+
+
 class KeepsGraph(nn.Module):
     """An auxiliary loss in an attribute, with its graph."""
 
@@ -296,7 +321,7 @@ class KeepsGraph(nn.Module):
 
 
 @pytest.mark.parametrize("which", ["all", "nested", "selective"])
-@pytest.mark.parametrize("kind", [BatchRenorm, Counts, Observed, Grows, KeepsGraph])
+@pytest.mark.parametrize("kind", [BatchRenorm, Counts, Observed, Grows, KeepsGraph, HasSettings])
 @pytest.mark.filterwarnings("ignore:.*(Lazy|lazy|torch.ao|quantization).*")
 def test_awkward_blocks_train_as_without(kind, which):
     def run(*, is_ours: bool) -> list[Any]:

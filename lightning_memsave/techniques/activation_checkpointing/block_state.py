@@ -61,6 +61,7 @@ class BlockState:
         self._modules = modules
         self._num_passes = 0
         self._also_kept: set[int] = set()
+        self._of_settings: set[int] = set()
         self._known: dict[int, Reachable] = {}
         self.changing: set[str] = set()
         """Names of parameters and large tensors that forward changes."""
@@ -116,11 +117,15 @@ class BlockState:
             del self._known[key]
         found = []
         for path, module in self._owners:
-            each = self._known.get(id(module))
-            if each is None:
-                each = Reachable(module, path)
+            key = id(module)
+            is_shallow = not of_all and key in self._of_settings and key not in self._also_kept
+            each = self._known.get(key)
+            if each is None or (of_all and key in self._of_settings):
+                each = Reachable(module, path, is_shallow=is_shallow)
+                if each.is_of_settings:
+                    self._of_settings.add(key)
                 if not each.is_deep:  # its tensors must not live longer than the user lets them
-                    self._known[id(module)] = each
+                    self._known[key] = each
             found.append(each)
         return found + [Reachable(m, path) for path, m in self._others if of_all]
 
