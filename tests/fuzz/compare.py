@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_memsave.errors import MemsaveError
+from tests.fuzz.exclusions import ALLOWED_REFUSALS
 from tests.fuzz.fit import Outcome, run
 from tests.fuzz.places import PER_MICRO_BATCH
 from tests.fuzz.settings import PRESETS, splits_batches
@@ -86,9 +87,10 @@ def _of_error(error: Exception, ours: Outcome, setting: str) -> Verdict:
     if isinstance(error, TimeoutError):
         return Verdict(Kind.HANG, text)
     if isinstance(error, MemsaveError):
-        if setting in PRESETS:
-            return Verdict(Kind.PRESET, text)
         is_late = ours.step > 1
+        is_allowed = any(each.words in str(error) for each in ALLOWED_REFUSALS)
+        if setting in PRESETS and not is_allowed:
+            return Verdict(Kind.PRESET, text)
         kind = Kind.LEFTOVERS if left else Kind.LATE if is_late else Kind.REFUSED
         return Verdict(kind, text)
     has_words = bool(notes) or "memsave" in str(error).lower()

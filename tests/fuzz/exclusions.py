@@ -18,7 +18,6 @@ from tests.fuzz.settings import (
 
 MOST = 15
 """How many classes of programs may be excluded by the documentation."""
-IN_A_BLOCK = ("sub.", "block.")
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,14 @@ def _any(test: Callable[[Habit], bool], program: Program) -> bool:
     return any(test(habit) for habit in program.habits)
 
 
-def _counts_in_python(program: Program, setting: str) -> bool:
-    def is_one(h: Habit) -> bool:
-        return h.kind_of_state() == "number" and h.written_at().startswith(IN_A_BLOCK)
-
-    return recomputes(setting) and _any(is_one, program)
-
-
 def _has_hooks_in_a_block(program: Program, setting: str) -> bool:
     return recomputes(setting) and _any(lambda h: "hook:sub_fwd" in h.places(), program)
 
 
+_DURING_BACKWARD = tuple(
+    f"hook:{name}"
+    for name in ("block_bwd", "block_bwd_pre", "head_bwd", "param", "post_acc", "act")
+)
 _BEFORE_FORWARD = (
     *(*STEP, "lit:on_train_batch_start", "cb:on_train_batch_start", "loader"),
     "lit:on_after_batch_transfer",
@@ -73,6 +69,14 @@ def _uses_gradients_of_the_step_before(program: Program, setting: str) -> bool:
 def _has_pre_hook(program: Program, setting: str) -> bool:
     def is_one(h: Habit) -> bool:
         return h.kind_of_state() == "grad" and "opt:pre" in h.places()
+
+    return updates_in_backward(setting) and _any(is_one, program)
+
+
+def _sets_rates_during_backward(program: Program, setting: str) -> bool:
+    def is_one(h: Habit) -> bool:
+        is_rate = h.kind_of_state() == "lr" or getattr(h, "what", "") == "group_lr"
+        return is_rate and h.written_at() in _DURING_BACKWARD
 
     return updates_in_backward(setting) and _any(is_one, program)
 
@@ -99,12 +103,6 @@ def _has_batch_statistics(program: Program, setting: str) -> bool:
 _CHECKPOINTING = "checkpointing_and_micro_batches.md"
 EXCLUSIONS = (
     Exclusion(
-        "a block that counts in Python",
-        _CHECKPOINTING,
-        "A block that depends on state outside torch (a Python counter,",
-        _counts_in_python,
-    ),
-    Exclusion(
         "hooks inside of a recomputed block",
         _CHECKPOINTING,
         "Hooks inside a block run again in backward.",
@@ -123,6 +121,12 @@ EXCLUSIONS = (
         _has_pre_hook,
     ),
     Exclusion(
+        "learning rates set while backward updates",
+        "optimizer_and_precision.md",
+        "Set learning rates, or skip a step, before backward.",
+        _sets_rates_during_backward,
+    ),
+    Exclusion(
         "objects of the user that the proof of the loss changes",
         _CHECKPOINTING,
         "Changes that `training_step` makes to files or objects outside of modules are not undone.",
@@ -139,6 +143,27 @@ EXCLUSIONS = (
         _CHECKPOINTING,
         "BatchNorm computes statistics per micro-batch: *approximate*, with a warning;",
         _has_batch_statistics,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class AllowedRefusal:
+    """A refusal that ends a fit also where a preset chose the technique."""
+
+    name: str
+    page: str
+    sentence: str
+    words: str
+
+
+ALLOWED_REFUSALS = (
+    AllowedRefusal(
+        "state of a block that changes between forward and recomputation",
+        _CHECKPOINTING,
+        "Weights, and tensors over 16 KiB, only if forward changes them: if others do before "
+        "backward, the first step refuses them by name.",
+        "changed between the forward pass of the block and its backward pass",
     ),
 )
 
@@ -214,12 +239,6 @@ def _at_the_end_of_validation(habit: Habit, setting: str) -> bool:
 
 def _exchanges_data(habit: Habit, setting: str) -> bool:
     return isinstance(habit, Average) and habit.swap == "exchange"
-
-
-_DURING_BACKWARD = tuple(
-    f"hook:{name}"
-    for name in ("block_bwd", "block_bwd_pre", "head_bwd", "param", "post_acc", "act")
-)
 
 
 def _during_backward(habit: Habit, setting: str) -> bool:
