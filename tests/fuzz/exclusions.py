@@ -6,12 +6,10 @@ from typing import Any
 
 from tests.fuzz.grammar import Program
 from tests.fuzz.habit import OF_A_STEP, TRAINED_OR_FROZEN, WAYS, Habit, State
-from tests.fuzz.habits import Average, Extra, Gradients, Memory
+from tests.fuzz.habits import Average, Extra, Gradients
 from tests.fuzz.places import STEP
 from tests.fuzz.settings import (
     offloads_weights,
-    proves_the_loss,
-    recomputes,
     splits_batches,
     updates_in_backward,
 )
@@ -45,10 +43,6 @@ def _any(test: Callable[[Habit], bool], program: Program) -> bool:
     return any(test(habit) for habit in program.habits)
 
 
-def _has_hooks_in_a_block(program: Program, setting: str) -> bool:
-    return recomputes(setting) and _any(lambda h: "hook:sub_fwd" in h.places(), program)
-
-
 _DURING_BACKWARD = tuple(
     f"hook:{name}"
     for name in ("block_bwd", "block_bwd_pre", "head_bwd", "param", "post_acc", "act")
@@ -66,27 +60,12 @@ def _uses_gradients_of_the_step_before(program: Program, setting: str) -> bool:
     return _any(lambda h: h.kind_of_state() == "grad" and any(map(is_early, h.places())), program)
 
 
-def _has_pre_hook(program: Program, setting: str) -> bool:
-    def is_one(h: Habit) -> bool:
-        return h.kind_of_state() == "grad" and "opt:pre" in h.places()
-
-    return updates_in_backward(setting) and _any(is_one, program)
-
-
 def _sets_rates_during_backward(program: Program, setting: str) -> bool:
     def is_one(h: Habit) -> bool:
         is_rate = h.kind_of_state() == "lr" or getattr(h, "what", "") == "group_lr"
         return is_rate and h.written_at() in _DURING_BACKWARD
 
     return updates_in_backward(setting) and _any(is_one, program)
-
-
-def _writes_an_own_object(program: Program, setting: str) -> bool:
-    def is_one(h: Habit) -> bool:
-        in_step = isinstance(h, Memory) or h.written_at().startswith(("step", "net"))
-        return h.kind_of_state() == "data" and in_step
-
-    return proves_the_loss(setting) and _any(is_one, program)
 
 
 def _draws_per_micro_batch(program: Program, setting: str) -> bool:
@@ -103,34 +82,16 @@ def _has_batch_statistics(program: Program, setting: str) -> bool:
 _CHECKPOINTING = "checkpointing_and_micro_batches.md"
 EXCLUSIONS = (
     Exclusion(
-        "hooks inside of a recomputed block",
-        _CHECKPOINTING,
-        "Hooks inside a block run again in backward.",
-        _has_hooks_in_a_block,
-    ),
-    Exclusion(
         "gradients of the step before",
         "techniques.md",
         "A `training_step` that reads `param.grad` of the previous step finds `None`",
         _uses_gradients_of_the_step_before,
     ),
     Exclusion(
-        "gradients in a pre hook of an optimizer that steps in backward",
-        "optimizer_and_precision.md",
-        "The same holds for loggers of gradient norms and for `register_step_pre_hook`.",
-        _has_pre_hook,
-    ),
-    Exclusion(
         "learning rates set while backward updates",
         "optimizer_and_precision.md",
         "Set learning rates, or skip a step, before backward.",
         _sets_rates_during_backward,
-    ),
-    Exclusion(
-        "objects of the user that the proof of the loss changes",
-        _CHECKPOINTING,
-        "Changes that `training_step` makes to files or objects outside of modules are not undone.",
-        _writes_an_own_object,
     ),
     Exclusion(
         "random numbers of micro-batches",

@@ -73,9 +73,7 @@ LEAST_SHARE = 0.2
 """A setting that is on in fewer of its runs tests too little."""
 PER_PROGRAM = 4
 """How many settings each program is trained with."""
-_RECOMPUTE = {"all", "selective", "nested", *PRESETS}
 _UPDATE_IN_BACKWARD = {"in_backward", "bitwise", "single_gpu32"}
-_PROVE_THE_LOSS = {"micro_batches", *PRESETS}
 
 
 def arguments_of(setting: str) -> dict[str, Any]:
@@ -99,16 +97,8 @@ def parts_of(setting: str) -> list[str]:
     return setting.split("+")
 
 
-def recomputes(setting: str) -> bool:
-    return not _RECOMPUTE.isdisjoint(parts_of(setting))
-
-
 def updates_in_backward(setting: str) -> bool:
     return not _UPDATE_IN_BACKWARD.isdisjoint(parts_of(setting))
-
-
-def proves_the_loss(setting: str) -> bool:
-    return not _PROVE_THE_LOSS.isdisjoint(parts_of(setting))
 
 
 def splits_batches(setting: str) -> bool:
