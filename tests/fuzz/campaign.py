@@ -11,7 +11,7 @@ from tests.fuzz.exclusions import excluded, expected_to_fail
 from tests.fuzz.fit import Outcome, run
 from tests.fuzz.grammar import Program, generate
 from tests.fuzz.script import Model
-from tests.fuzz.settings import as_text, parts_of, settings_for, techniques_of
+from tests.fuzz.settings import SETTINGS, as_text, parts_of, settings_for, techniques_of
 
 SIMPLER: dict[str, Any] = {
     "way": "copy_",
@@ -24,6 +24,9 @@ SIMPLER: dict[str, Any] = {
     "read_at": "lit:on_train_end",
 }
 """Choices of a habit that are tried in place of others."""
+
+LEAST_RUNS = 20
+"""Of fewer runs no share is taken."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ class Tally:
     status: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def share_on(self, setting: str) -> float:
+        """Return the share of runs in which a setting was on; 1 where there are too few."""
         count = sum(self.status[setting, each] for each in ("on", "off", "refused"))
-        return self.status[setting, "on"] / count if count else 1.0
+        return self.status[setting, "on"] / count if count >= LEAST_RUNS else 1.0
 
     def add(self, other: "Tally") -> None:
         self.programs += other.programs
@@ -84,10 +88,10 @@ def examine(seed: int, tally: Tally, settings: list[str] | None = None) -> Itera
     if plain is None:
         tally.skipped[why.partition(":")[0]] += 1
         return
-    for setting in settings or settings_for(seed):
-        if name := excluded(program, setting):
-            tally.skipped[f"documented: {name}"] += 1
-            continue
+    why_not = {setting: excluded(program, setting) for setting in settings or SETTINGS}
+    tally.skipped.update(f"documented: {why}" for why in {*why_not.values()} - {""})
+    allowed = [setting for setting, why in why_not.items() if not why]
+    for setting in allowed if settings else settings_for(seed, allowed):
         ours = run(program.source(), setting)
         tally.runs += 1
         tally.status[setting, ours.status(techniques_of(setting))] += 1

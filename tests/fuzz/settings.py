@@ -1,6 +1,6 @@
 """Settings of `MemSaveCallback` that programs are trained with."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
@@ -43,7 +43,7 @@ _WEIGHTS = {
     "selective": 2,
     "nested": 2,
     "in_backward": 3,
-    "micro_batches": 3,
+    "micro_batches": 5,
     "chunked": 3,
     "offload_optimizer": 3,
     "offload_parameters": 3,
@@ -62,14 +62,14 @@ _WEIGHTS = {
     "selective+offload_optimizer": 2,
     "all+micro_batches": 2,
     "in_backward+micro_batches": 2,
-    "micro_batches+offload_optimizer": 2,
+    "micro_batches+offload_optimizer": 3,
     "all+chunked": 2,
     "chunked+in_backward": 2,
     "chunked+offload_both": 2,
-    "chunked+micro_batches": 2,
+    "chunked+micro_batches": 3,
 }
 SETTINGS = tuple(_WEIGHTS)
-LEAST_SHARE = 0.2
+LEAST_SHARE = 0.1
 """A setting that is on in fewer of its runs tests too little."""
 PER_PROGRAM = 4
 """How many settings each program is trained with."""
@@ -110,9 +110,10 @@ def offloads_weights(setting: str) -> bool:
     return not set(names).isdisjoint(parts_of(setting))
 
 
-def settings_for(seed: int) -> list[str]:
+def settings_for(seed: int, allowed: Collection[str]) -> list[str]:
     """Choose the settings that a program is trained with."""
-    random, weights = Random(-seed), dict(_WEIGHTS)
+    random = Random(-seed)
+    weights = {name: weight for name, weight in _WEIGHTS.items() if name in allowed}
     chosen = []
     for _ in range(PER_PROGRAM):
         chosen.append(random.choices([*weights], [*weights.values()])[0])

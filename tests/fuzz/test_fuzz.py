@@ -177,7 +177,7 @@ def test_the_command_counts_what_it_compared(capsys):
 
 
 def test_a_setting_that_is_seldom_on_fails_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(campaign, "examine", lambda *_: ())
+    monkeypatch.setattr(campaign, "LEAST_RUNS", 1)
     monkeypatch.setattr(fit.Outcome, "status", lambda *_: "refused")
     assert main(["--seed", "3", "--count", "1", "--settings", "all"]) == 1
     assert "all: on in 0% of its runs: it tests too little" in capsys.readouterr().out
