@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.fuzz.grammar import Program
-from tests.fuzz.habit import OF_A_STEP, TRAINED_OR_FROZEN, WAYS, Habit, State
+from tests.fuzz.habit import OF_A_STEP, WAYS, Habit, State
 from tests.fuzz.habits import Average, Extra, Gradients
 from tests.fuzz.places import STEP
 from tests.fuzz.settings import (
@@ -137,6 +137,7 @@ def excluded(program: Program, setting: str) -> str:
 # ------------------------------------------------- weights on the host, until the block is the unit
 _REPLACES = ("data=", "set_", "vector")
 _THROUGH_DATA = ("data.copy_", "data.mul_", "data[]", "numpy", "kept_numpy", "storage")
+_TRAINED = ("param", "newparam")
 _BETWEEN = tuple(
     f"{owner}:{hook}"
     for owner in ("lit", "cb")
@@ -161,8 +162,10 @@ def _way(habit: Habit) -> str:
 
 
 def _is_written_at(habit: Habit, places: Collection[str], ways: Collection[str]) -> bool:
-    is_weight = isinstance(habit, State) and habit.kind in TRAINED_OR_FROZEN
-    return is_weight and habit.written_at() in places and _way(habit) in ways
+    is_offloaded = habit.kind_of_state() in _TRAINED or (
+        habit.kind_of_state() == "frozen" and getattr(habit, "owner", "") in ("sub", "block")
+    )
+    return is_offloaded and habit.written_at() in places and _way(habit) in ways
 
 
 def _replaced_before_the_step(habit: Habit, setting: str) -> bool:
@@ -178,7 +181,7 @@ def _in_the_loader(habit: Habit, setting: str) -> bool:
 def _in_a_wrapper(habit: Habit, setting: str) -> bool:
     if not any(place.startswith("wrap") for place in habit.places()):
         return False
-    is_of_a_weight = habit.kind_of_state() in (*TRAINED_OR_FROZEN, *OF_A_STEP)
+    is_of_a_weight = habit.kind_of_state() in (*_TRAINED, *OF_A_STEP)
     return isinstance(habit, Average) or is_of_a_weight
 
 
