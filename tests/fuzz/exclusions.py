@@ -68,6 +68,17 @@ def _sets_rates_during_backward(program: Program, setting: str) -> bool:
     return updates_in_backward(setting) and _any(is_one, program)
 
 
+def _uses_updated_parameters(program: Program, setting: str) -> bool:
+    def is_one(h: Habit) -> bool:
+        is_own = isinstance(h, Gradients) and h.at == "hook:param"
+        kinds = ("param", "newparam", *OF_A_STEP)
+        is_of_a_parameter = isinstance(h, Average) or h.kind_of_state() in kinds
+        in_backward = not set(_DURING_BACKWARD).isdisjoint(h.places())
+        return is_of_a_parameter and in_backward and not is_own
+
+    return updates_in_backward(setting) and _any(is_one, program)
+
+
 def _draws_per_micro_batch(program: Program, setting: str) -> bool:
     source = program.source()
     draws = program.model.dropout or "randn_like" in source or "drop.p" in source
@@ -92,6 +103,13 @@ EXCLUSIONS = (
         "optimizer_and_precision.md",
         "Set learning rates, or skip a step, before backward.",
         _sets_rates_during_backward,
+    ),
+    Exclusion(
+        "parameters in hooks that run while backward updates them",
+        "optimizer_and_precision.md",
+        "Hooks and functions in backward must not use weights, gradients or state of updated "
+        "parameters.",
+        _uses_updated_parameters,
     ),
     Exclusion(
         "random numbers of micro-batches",
