@@ -73,6 +73,7 @@ LEAST_SHARE = 0.1
 """A setting that is on in fewer of its runs tests too little."""
 PER_PROGRAM = 4
 """How many settings each program is trained with."""
+_RECOMPUTE = {"all", "selective", "nested", *PRESETS}
 _UPDATE_IN_BACKWARD = {"in_backward", "bitwise", "single_gpu32"}
 
 
@@ -95,6 +96,10 @@ def techniques_of(setting: str) -> tuple[str, ...]:
 
 def parts_of(setting: str) -> list[str]:
     return setting.split("+")
+
+
+def recomputes(setting: str) -> bool:
+    return not _RECOMPUTE.isdisjoint(parts_of(setting))
 
 
 def updates_in_backward(setting: str) -> bool:
