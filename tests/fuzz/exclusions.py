@@ -38,6 +38,8 @@ class ExpectedFailure:
     applies: Callable[[Habit, str], bool]
     example: Habit
     setting: str
+    is_race: bool = False
+    """Whether a thread of ours may have finished in time, so that the example passes at times."""
 
 
 def _any(test: Callable[[Habit], bool], program: Program) -> bool:
@@ -266,13 +268,15 @@ EXPECTED_FAILURES = (
         _in_the_loader,
         _weight("loader", "copy_"),
         "offload_optimizer",
+        is_race=True,
     ),
     ExpectedFailure(
         "an optimizer that a callback wraps in on_fit_start",
         55,
         _in_a_wrapper,
-        Gradients(**_COMMON, at="wrap:before", how="scale_data", path="net"),
+        _weight("wrap:before", "copy_"),
         "offload_optimizer",
+        is_race=True,
     ),
     ExpectedFailure(
         "weights of a block changed through data in hooks, or after the model has run",

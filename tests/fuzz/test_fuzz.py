@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -191,20 +190,14 @@ def test_a_page_of_the_documentation_says_what_is_excluded():
         assert each.sentence in text, each.name
 
 
-def _expected(failures: Sequence[ExpectedFailure]) -> list[Any]:
-    reason = "issue {}: the block is the unit"
-    return [
-        pytest.param(
-            each,
-            id=re.sub(r"\W+", "-", each.name),
-            marks=pytest.mark.xfail(reason=reason.format(each.issue), raises=AssertionError),
-        )
-        for each in failures
-    ]
+def _expected(known: ExpectedFailure) -> Any:
+    reason = f"issue {known.issue}: the block is the unit"
+    mark = pytest.mark.xfail(reason=reason, raises=AssertionError, strict=not known.is_race)
+    return pytest.param(known, id=re.sub(r"\W+", "-", known.name), marks=mark)
 
 
 # When one of these passes, its class is no longer a known failure: delete it.
-@pytest.mark.parametrize("known", _expected(EXPECTED_FAILURES))
+@pytest.mark.parametrize("known", map(_expected, EXPECTED_FAILURES))
 def test_known_failures_train_the_same(known: ExpectedFailure) -> None:
     program = _program(known.example, halfway=True)
     plain, why = plain_outcome(program.source())
