@@ -110,8 +110,7 @@ EXCLUSIONS = (
     Exclusion(
         "parameters in hooks that run while backward updates them",
         "optimizer_and_precision.md",
-        "Hooks and functions in backward must not use weights, gradients or state of updated "
-        "parameters.",
+        "Backward, such hooks included, must not read or change other weights or their gradients:",
         _uses_updated_parameters,
     ),
     Exclusion(
