@@ -21,6 +21,7 @@ from tests.fuzz.exclusions import (
     EXCLUSIONS,
     EXPECTED_FAILURES,
     MOST,
+    OF_STATE,
     ExpectedFailure,
     expected_to_fail,
 )
@@ -191,13 +192,13 @@ def test_a_page_of_the_documentation_says_what_is_excluded():
 
 
 def _expected(known: ExpectedFailure) -> Any:
-    reason = f"issue {known.issue}: the block is the unit"
+    reason = f"issue {known.issue}: {known.name}"
     mark = pytest.mark.xfail(reason=reason, raises=AssertionError, strict=not known.is_race)
     return pytest.param(known, id=re.sub(r"\W+", "-", known.name), marks=mark)
 
 
 # When one of these passes, its class is no longer a known failure: delete it.
-@pytest.mark.parametrize("known", [*map(_expected, EXPECTED_FAILURES)])
+@pytest.mark.parametrize("known", [*map(_expected, (*EXPECTED_FAILURES, OF_STATE))])
 def test_known_failures_train_the_same(known: ExpectedFailure) -> None:
     program = _program(known.example, halfway=True)
     plain, why = plain_outcome(program.source())
