@@ -3,18 +3,14 @@
 import argparse
 import contextlib
 import functools
-import gc
 import multiprocessing
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import torch
-
-from tests.fuzz.campaign import Tally, examine
+from tests.fuzz.campaign import Tally, examine, examine_all
 from tests.fuzz.grammar import generate
 from tests.fuzz.settings import LEAST_SHARE, SETTINGS
 
@@ -38,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _search(options: argparse.Namespace) -> int:
     starts = range(options.seed, options.seed + options.count, PER_TASK)
     tasks = [range(n, min(n + PER_TASK, options.seed + options.count)) for n in starts]
-    work = functools.partial(_examine_all, settings=options.settings)
+    work = functools.partial(examine_all, settings=options.settings)
     tally, begun, count = Tally(), time.perf_counter(), 0
     with _pool(options.processes) as each:
         for found, faults in each(work, tasks):
@@ -50,15 +46,6 @@ def _search(options: argparse.Namespace) -> int:
     for setting in rare:
         print(f"{setting}: on in {tally.share_on(setting):.0%} of its runs: it tests too little")
     return bool(count or rare)
-
-
-def _examine_all(seeds: Iterable[int], settings: list[str] | None) -> tuple[Tally, list[str]]:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    tally = Tally()
-    faults = [str(fault) for seed in seeds for fault in examine(seed, tally, settings)]
-    gc.collect()
-    return tally, faults
 
 
 @contextlib.contextmanager

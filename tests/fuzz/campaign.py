@@ -1,10 +1,14 @@
 """Train programs with settings, count what happened, and make failing programs smaller."""
 
 import dataclasses
+import gc
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from tests.fuzz.compare import Kind, Verdict, plain_outcome, verdict
 from tests.fuzz.exclusions import excluded, expected_to_fail
@@ -100,6 +104,15 @@ def examine(seed: int, tally: Tally, settings: list[str] | None = None) -> Itera
         tally.kinds[f"expected: {known}" if known else found.kind] += 1
         if found.kind.is_fault and not known:
             yield Fault(program, setting, found)
+
+
+def examine_all(seeds: Iterable[int], settings: list[str] | None) -> tuple[Tally, list[str]]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    tally = Tally()
+    faults = [str(fault) for seed in seeds for fault in examine(seed, tally, settings)]
+    gc.collect()
+    return tally, faults
 
 
 def check(program: Program, setting: str, plain: Outcome | None = None) -> Verdict:
