@@ -66,6 +66,15 @@ coverage: $(READY)  ## Run the tests, and fail below the coverage that pyproject
 test-all: $(READY)  ## Run all cases of all tests
 	$(PYTEST_ALL) $(PYTEST_ARGS)
 
+# Seeds from SEED on, by default those of the time, which nobody has seen; each failing one is a line,
+# and `python -m tests.fuzz --shrink SEED` prints it as a small script.
+COUNT ?= 20000
+SEED ?= $(shell date +%s)
+
+.PHONY: fuzz
+fuzz: $(READY)  ## Train COUNT random small programs plain and with settings, and compare; SEED=.. repeats
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.fuzz --seed $(SEED) --count $(COUNT) --processes $(WORKERS)
+
 .PHONY: test-benchmarks
 test-benchmarks: $(READY)  ## The tests of the benchmarks
 	$(PYTEST) $(WORK) --cases=$(CASES) tests/benchmarks $(PYTEST_ARGS)
