@@ -104,8 +104,10 @@ def _attribute(one: Any, name: str) -> Any:
     """Return an attribute without running code of properties; of those the function."""
     if isinstance(one, Tensor) or not hasattr(one, "__dict__"):
         return None
-    if isinstance(one, type) or name in vars(one):
-        return vars(one).get(name) or _class_attribute(one, name)
+    if isinstance(one, type):
+        return _class_attribute(one, name)
+    if name in vars(one):
+        return vars(one)[name]
     static = _class_attribute(type(one), name)
     function = static.fget if isinstance(static, property) else static
     if isinstance(function, FunctionType):

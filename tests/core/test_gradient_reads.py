@@ -102,13 +102,14 @@ class Other(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.norms, self.net = Norms(), nn.Linear(2, 2)
+        self.kept = torch.ones(3)
 
     def writes(self) -> None:
         for param in self.parameters():
             param.grad = None
 
     def calls_others(self) -> Any:
-        self.log("size", self.norms.count(self))
+        self.log("size", self.norms.count(self) + self.kept.sum())
         self.trainer.logger.log_metrics({})
         return self.net(torch.ones(2))
 
