@@ -197,16 +197,16 @@ def measure(architecture: str, setting: str) -> dict[str, Any]:
 def _take_as_proven() -> None:
     from lightning_memsave.techniques.chunked_cross_entropy import wide_products  # noqa: PLC0415
     from lightning_memsave.techniques.low_precision_weights import fused_steps  # noqa: PLC0415
-    from lightning_memsave.techniques.micro_batching import loss_proof  # noqa: PLC0415
+    from lightning_memsave.techniques.micro_batching import loss_observed  # noqa: PLC0415
 
-    observe: Any = loss_proof._observe
+    observe: Any = loss_observed._observe
 
     def observe_equal_losses(*args: Any, **kwargs: Any) -> Any:
         seen = observe(*args, **kwargs)
         return seen and replace(seen, losses=[1.0] * len(seen.losses))
 
     changes: list[tuple[Any, str, Any]] = [
-        (loss_proof, "_observe", observe_equal_losses),
+        (loss_observed, "_observe", observe_equal_losses),
         (wide_products, "find_product", lambda *_: wide_products._add_by_addmm),
         (fused_steps, "_is_proven", lambda _: True),
     ]

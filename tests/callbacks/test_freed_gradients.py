@@ -168,7 +168,10 @@ def test_gradients_of_unused_parameters_may_be_read():
         def __init__(self) -> None:
             super().__init__()
             self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.train_dataloader = make_lit().train_dataloader
+            self.batches = make_lit().train_dataloader()
+
+        def train_dataloader(self) -> Any:
+            return self.batches
 
         def training_step(self, batch: Tensor) -> Tensor:
             return self.used(batch).square().mean()
@@ -212,7 +215,8 @@ class Wrapper(torch.optim.Optimizer):
     """As averages of weights are often kept: around another optimizer."""
 
     def __init__(self, inner: Any, reads: Any) -> None:
-        self.inner, self.reads, self.seen = inner, reads, []
+        self.inner, self.reads = inner, reads
+        self.seen: list[Any] = []
 
     param_groups = property(lambda self: self.inner.param_groups)
     state = property(lambda self: self.inner.state)

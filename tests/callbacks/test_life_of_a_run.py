@@ -128,7 +128,7 @@ def test_a_state_dict_of_the_user_has_plain_tensors(tmp_path):
 
 
 def test_other_file_systems_and_links(tmp_path):
-    from fsspec.implementations.memory import MemoryFileSystem
+    from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
     target, link = tmp_path / "first.ckpt", tmp_path / "last.ckpt"
     target.write_bytes(b"first")

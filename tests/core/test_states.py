@@ -6,9 +6,9 @@ import pytest
 
 from lightning_memsave.core.states import next_state
 from lightning_memsave.techniques.micro_batching import runner
-from lightning_memsave.techniques.offloading import gradients, part
+from lightning_memsave.techniques.offloading import gradients, part_states
 
-TABLES = (part._MOVES, part._FINDINGS, gradients._COMING, runner._SPLITTING)
+TABLES = (part_states.MOVES, part_states.FINDINGS, gradients._COMING, runner._SPLITTING)
 
 
 class Light(Enum):

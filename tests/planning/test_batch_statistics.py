@@ -1,5 +1,7 @@
 """Micro-batches of a network with batch normalisation: approximate, and where nothing else fits."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -89,10 +91,9 @@ def test_doctor_says_the_same():
 
 @pytest.mark.slow
 def test_a_fit_with_such_a_plan_warns_as_one_with_a_size(whole):
-    callback = MemSaveCallback(
-        budget=whole.device_bytes // 8,  # a quarter of the samples
-        **ONLY_PARTS,
-    )
+    # A quarter of the samples.
+    arguments: Any = {**ONLY_PARTS, "budget": whole.device_bytes // 8}
+    callback = MemSaveCallback(**arguments)
     with pytest.warns(ExactnessWarning, match=r"micro_batch_size=\d.*batch normalisation"):
         fit(make_lit(model=Images()), callback, limit_train_batches=1)
     rows = rows_of(callback)

@@ -113,7 +113,7 @@ def test_tensors(place, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_large_tensors_come_back_or_are_named(way):
-    module = Holder(NUM_LARGE)
+    module: Any = Holder(NUM_LARGE)
     state = ModuleState(module, {}, is_checked=True)
     with torch.no_grad(), SavesBeforeWrites(state):
         WAYS[way](module.buffer)
@@ -124,7 +124,7 @@ def test_large_tensors_come_back_or_are_named(way):
 
 
 def test_bindings():
-    module = Holder()
+    module: Any = Holder()
     module.scores, module.counts = np.zeros(3), {1}
     before = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers")}
     state = ModuleState(module, {})
@@ -151,7 +151,7 @@ def test_bindings():
 
 
 def test_lazy_layers_are_lazy_again():
-    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    lazy: Any = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     state = ModuleState(lazy, {})
     first = lazy(torch.ones(2, 4)).detach()
     state.restore()
