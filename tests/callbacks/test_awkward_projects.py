@@ -124,7 +124,7 @@ def test_state_that_torch_does_not_count_is_that_of_plain_training(project, name
     "project",
     [
         *("AssignedInSetup", "ScriptedHead", "ScriptedBlocks"),
-        *("Sharpness", "ScheduleFree", "EditedState"),
+        *("Sharpness", "ScheduleFree"),
     ],
 )
 @pytest.mark.parametrize("name", ["bare", "single_gpu", "offload"])
@@ -133,6 +133,14 @@ def test_presets_do_not_end_fits_that_run_without_them(project, name):
     found = run(project, settings, "plain", drops=True)
     assert found["error"] is None
     assert judge(found, run(project, None, "plain", drops=True), tolerance)["outcome"] not in BAD
+
+
+# What a hook reads by a name of torch, nothing shows before.
+@pytest.mark.parametrize("name", ["bare", "single_gpu"])
+def test_state_that_is_edited_under_a_name_of_torch_says_what_to_type(name):
+    found = run("EditedState", SETTINGS[name][0], "plain", drops=True)
+    assert "`exp_avg`" in found["error"]
+    assert "optimizer=None" in found["error"]
 
 
 @pytest.mark.parametrize("name", ["micro-batches", "chunked"])

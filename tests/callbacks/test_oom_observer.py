@@ -75,6 +75,26 @@ class Failing(nn.Module):
         return loss
 
 
+class FullInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        run_out()
+
+
+class EndsInBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model("dropout")
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(FullInBackward.apply(self.first(x)))
+
+
 def fit_until_out_of_memory(
     package, lit, *callbacks, error=torch.OutOfMemoryError, stage="fit", **settings
 ):
@@ -237,9 +257,7 @@ class TestWithMemSaveCallback:
         assert not any("smaller batch does not help" in a for a in found["diagnosis"]["advice"])
 
     def test_has_the_original_message_where_a_batch_cannot_be_repeated(self, package):
-        lit = make_lit(package)
-
-        next(lit.parameters()).register_hook(run_out)
+        lit = make_lit(package, EndsInBackward())
         suite = only(MicroBatching("halve"), optimizer_in_backward=True)
         callbacks = suite, OOMObserver(predict=False)
         _, error = fit_until_out_of_memory(package, lit, *callbacks, error=MemoryExhaustedError)
