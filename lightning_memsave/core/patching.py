@@ -195,6 +195,19 @@ def previous_method(owner: object, name: str, *, is_outer: bool = False) -> Call
     return method
 
 
+def has_foreign_method(owner: object, name: str) -> bool:
+    """Return whether an object itself has a method of a name that others gave it."""
+    places = (name, _PREVIOUS.format(name), _INSIDE.format(name))
+    methods = [vars(owner).get(place) for place in places]
+    return any(
+        method is not None
+        and method is not getattr(type(owner), name, None)
+        and not _is_own(owner, name, method)
+        and not is_of_this_package(method)
+        for method in methods
+    )
+
+
 def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
     places = (function.__name__, _INSIDE.format(function.__name__))
     return any(_holds(owner, place, function) for place in places)

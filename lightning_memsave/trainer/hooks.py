@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_memsave.core.gradient_reads import reads_gradients
 from lightning_memsave.core.memory import is_fake
+from lightning_memsave.core.patching import has_foreign_method
 from lightning_memsave.trainer.trainer import PACKAGES, package_of
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ _OURS = (
 def has_foreign(one: Any, hook: str) -> bool:
     method = getattr(type(one), hook, None)
     is_inherited = method is None or getattr(method, "__module__", "").startswith(_OURS)
-    return hook in vars(one) or not is_inherited
+    return not is_inherited or has_foreign_method(one, hook)
 
 
 def find_owners(trainer: Any, pl_module: Any, hook: str) -> list[Any]:

@@ -94,7 +94,12 @@ def test_a_value_is_refused_before_the_first_step(hook, where):
     assert read.seen == []
 
 
-@pytest.mark.parametrize("settings", [{"preset": "off", UPDATES: True}, {"preset": "single_gpu"}])
+GIVEN: dict[str, Any] = {"preset": "off", UPDATES: True}
+
+
+@pytest.mark.parametrize(
+    "settings", [GIVEN, {"preset": "single_gpu"}, GIVEN | {"offload": "parameters"}]
+)
 @pytest.mark.parametrize(
     ("hook", "where"), [("on_train_batch_end", "module"), ("on_before_zero_grad", "callback")]
 )
@@ -153,9 +158,10 @@ class Zeroing(pl.Callback):
         self.seen.append(hidden_norms_of(pl_module))
 
 
-def test_zeroed_gradients_may_be_read():
+@pytest.mark.parametrize("offload", [None, "parameters"])
+def test_zeroed_gradients_may_be_read(offload):
     found = []
-    for callbacks in [], [quiet(preset="off", optimizer_in_backward=True)]:
+    for callbacks in [], [quiet(preset="off", optimizer_in_backward=True, offload=offload)]:
         zeroing = Zeroing()
         fit(make_lit(), *callbacks, zeroing)
         found.append(zeroing.seen)

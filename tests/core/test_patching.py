@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_memsave.core.patching import (
+    has_foreign_method,
     is_patched_with,
     keep_copies_plain,
+    named,
     patch_method,
     previous_method,
     set_own,
@@ -66,6 +68,21 @@ def test_patch_of_an_instance_keeps_an_earlier_patch_inside():
     assert counter.add(2) == -200
     undo()
     assert counter.add is earlier
+
+
+def pass_on(owner: Counter, name: str, *args: Any) -> Any:
+    return previous_method(owner, name)(*args)
+
+
+def test_what_this_package_replaces_is_not_foreign():
+    counter, of_package = Counter(1), named("add", pass_on)
+    undo = patch_method(counter, of_package)
+    assert not has_foreign_method(counter, "add")
+    undo()
+    counter.add = lambda amount: -amount  # type: ignore[method-assign]
+    patch_method(counter, of_package)
+    assert counter.add(2) == -2
+    assert has_foreign_method(counter, "add")
 
 
 def test_refuses_closures_and_double_patches():

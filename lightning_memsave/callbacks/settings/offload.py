@@ -382,7 +382,9 @@ class OffloadSetting(ModuleSetting):
 def _own_clipping(trainer: Any) -> list[str]:
     plugin = trainer.strategy.precision_plugin
     names = ("main_params", "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
-    return [f"{type(plugin).__name__}.{name}" for name in names if has_foreign(plugin, name)]
+    # Replacements of this package, such as that of pipelines, clip for other processes, too.
+    own = [name for name in names if name in vars(plugin) or has_foreign(plugin, name)]
+    return [f"{type(plugin).__name__}.{name}" for name in own]
 
 
 def clip_grad_by_norm(self: Any, optimizer: Optimizer, clip_val: float) -> None:

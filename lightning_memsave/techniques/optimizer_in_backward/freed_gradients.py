@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -58,15 +59,16 @@ class _FreedGradients(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func == _grad.__get__ and result is None:
-            self._read(args[0], sys._getframe(1).f_code.co_name)
+            self._read(args[0], _reader_before(sys._getframe(1)))
         elif func in (_grad.__set__, _grad.__delete__):
             self._forget(args[0])
         return result
 
-    def _read(self, param: Tensor, function: str) -> None:
-        if function == "zero_grad":  # of an optimizer or a module
+    def _read(self, param: Tensor, frame: FrameType) -> None:
+        is_own = str(frame.f_globals.get("__name__", "")).startswith("lightning_memsave.")
+        if frame.f_code.co_name == "zero_grad":  # of an optimizer or a module
             self._forget(param)
-        elif any(id(param) in freed for freed in self._freed):
+        elif not is_own and any(id(param) in freed for freed in self._freed):
             what = f"`{self._reader}`"
             why = f"it reads the gradient of a parameter of shape {tuple(param.shape)}, one of "
             fix = f"{READ_BEFORE}, or set `optimizer_in_backward=None`."
@@ -76,3 +78,10 @@ class _FreedGradients(TorchFunctionMode):
     def _forget(self, param: Tensor) -> None:
         for freed in self._freed:
             freed.discard(id(param))
+
+
+# Modes that were entered later, such as that of weights on the host, pass the read on.
+def _reader_before(frame: FrameType) -> FrameType:
+    while isinstance(frame.f_locals.get("self"), TorchFunctionMode) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
