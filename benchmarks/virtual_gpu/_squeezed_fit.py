@@ -256,24 +256,28 @@ def _followed_streams(fit: SqueezedFit) -> Iterator[None]:
         yield
 
 
+# Not in the module: a batch is not split where a step counts something there.
+_RUNNING: list[SqueezedFit] = []
+
+
 class _Lit(pl.LightningModule):
     def __init__(self, model: nn.Module, fit: SqueezedFit) -> None:
         super().__init__()
         self.model = model
-        self.__dict__["fit"] = fit
+        _RUNNING[:] = [fit]
         for block in find_blocks(model):
             block.module.register_forward_pre_hook(self._before_block)
 
     def _before_block(self, *_: Any) -> None:
-        self.__dict__["fit"].take_at_call("block")
+        _RUNNING[0].take_at_call("block")
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        self.__dict__["fit"].phase = "forward"
+        _RUNNING[0].phase = "forward"
         loss: Tensor = self.model(**batch).loss
         return loss
 
     def validation_step(self, batch: dict[str, Tensor]) -> None:
-        self.__dict__["fit"].phase = "validation"
+        _RUNNING[0].phase = "validation"
         self.model(**batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -55,7 +55,7 @@ def test_knows_that_the_module_itself_did_not_fit(found):
     report = found["the module does not fit"]["diagnosis"]["report"]
     assert report["phase"] == "setup"
     first, second, *_ = report["advice"]
-    assert "Empty `self.fit.taken`" in first  # what the test itself takes, in a callback
+    assert "Empty `_Phases.fit.taken`" in first  # what the test itself takes, in a callback
     assert 'offload="parameters"' in second
 
 
