@@ -193,8 +193,7 @@ class Variants:
             for limit in (Exactness.BITWISE, Exactness.ROUNDING):
                 rest = [one for one in chosen if limit.allows(one.exactness)]
                 found.append(self._record(rest))
-        by_changes = {repr(v.changes): v for v in found if v is not None}
-        return list(by_changes.values())
+        return list({repr(v.changes): v for v in found if v is not None}.values())
 
     def in_parts(self, most: int = 0) -> list[Variant]:
         """Record all that helps with micro-batches: with `most` where too much is held anyhow."""
