@@ -159,7 +159,7 @@ def test_a_budget_that_is_far_too_small_is_refused_in_few_predictions():
     with pytest.raises(InfeasiblePlanError) as failure:
         search.find(2**20)
     assert failure.value.smallest.micro_batch_size == 16
-    assert search._variants.num_predictions <= 4
+    assert search._variants.num_predictions <= 6  # of ten sizes, one
 
 
 def test_the_least_that_a_refusal_names_is_the_least_of_any_budget():
