@@ -471,7 +471,10 @@ class PlanSearch:
     # No micro-batches are recorded where what is there before a step is too much.
     def _find_least(self) -> Estimate:
         if not any(MICRO_BATCH in c.variant.beside for c in self._candidates):
-            self._add(*self._variants.in_parts(_QUICK))
+            is_last, self._variants.is_last_resort = self._variants.is_last_resort, False
+            found = self._variants.in_parts(_QUICK)
+            self._variants.is_last_resort = is_last
+            self._add(*(found or self._variants.in_parts(_QUICK)))
         least = min(self._candidates, key=self._bytes)
         if least not in self._verified and self._variants.left_s > 0:
             self._learn(least, self._variants.predict(least.variant, *least.way))
