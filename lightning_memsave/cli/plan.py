@@ -341,6 +341,8 @@ def _show(
         parts.append(Text(_yaml(shown, target, arguments)))
     unchanged_bytes = shown.unchanged.device_bytes
     how = "fits too" if unchanged_bytes <= shown.budget_bytes else "does not fit"
+    if shown.budget_bytes - shown.margin_bytes < unchanged_bytes <= shown.budget_bytes:
+        how = f"fits only without the {format_bytes(shown.margin_bytes)} that stay free"
     show(*parts, Text(f"The unchanged step {how}: it needs {format_bytes(unchanged_bytes)}."))
     show_notes([f"note: {note}" for note in notes_of(target)], arguments.html)
 

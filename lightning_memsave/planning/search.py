@@ -48,6 +48,8 @@ _OUT_OF_TIME = (
     "of `plan_memory` or `predict=` of `MemSaveCallback`"
 )
 
+_QUICK = 64  # micro-batches: the simulation of more takes longer
+
 
 class PlanSearch:
     def __init__(
@@ -466,26 +468,23 @@ class PlanSearch:
         ways.append("shorter samples" if self._what_if.num_samples == 1 else "a smaller batch")
         return f"Use {', '.join(ways)}, or a smaller model."
 
-    # Not all is recorded where what is there before a step is too much.
-    def _find_least(self, room: int) -> Estimate:
-        self._variants.seeks_least = True
-        self._prepare()
-        self._add(*self._variants.in_parts())
-        for in_parts in (False, True):
-            self._look_on_host(room, in_parts=in_parts)
-        for _ in range(MAX_VERIFIED):
-            least = min(self._candidates, key=self._bytes)
-            if least in self._verified or self._variants.left_s <= 0:
-                break
+    # No micro-batches are recorded where what is there before a step is too much.
+    def _find_least(self) -> Estimate:
+        if not any(MICRO_BATCH in c.variant.beside for c in self._candidates):
+            is_last, self._variants.is_last_resort = self._variants.is_last_resort, False
+            found = self._variants.in_parts(_QUICK)
+            self._variants.is_last_resort = is_last
+            self._add(*(found or self._variants.in_parts(_QUICK)))
+        least = min(self._candidates, key=self._bytes)
+        if least not in self._verified and self._variants.left_s > 0:
             self._learn(least, self._variants.predict(least.variant, *least.way))
-        self._variants.seeks_least = False
         known = [c for c in self._candidates if self._verified.get(c) is not None]
         return min(known or self._candidates, key=self._bytes)
 
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
         if self.is_out_of_time:
             raise TimeoutError(_OUT_OF_TIME)
-        smallest = self._plan(self._find_least(room))
+        smallest = self._plan(self._find_least())
         least_bytes = smallest.device_bytes
         while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:
             least_bytes = smallest.device_bytes + self._margin_of(least_bytes)

@@ -87,7 +87,6 @@ class Variants:
         limit = getattr(offload, "host_budget", None) or given.get("host_budget")
         self.host_budget_bytes = host_budget_bytes(limit, is_here=what_if.step.fit is not None)
         """Host memory that a plan may use."""
-        self.seeks_least = False  # to record what needs the least, though it does not fit
         self.is_host_short = False
         """Whether the host has too little memory for weights in some form."""
         self.is_last_resort = False
@@ -194,14 +193,15 @@ class Variants:
             for limit in (Exactness.BITWISE, Exactness.ROUNDING):
                 rest = [one for one in chosen if limit.allows(one.exactness)]
                 found.append(self._record(rest))
-        by_changes = {repr(v.changes): v for v in found if v is not None}
-        return list(by_changes.values())
+        return list({repr(v.changes): v for v in found if v is not None}.values())
 
-    def in_parts(self) -> list[Variant]:
-        """Record all that helps with micro-batches."""
-        chosen = self._helpful()
-        parts = [] if self._is_full(self._record(chosen)) else self._micro_batches()
-        return [*filter(None, (self._record(chosen, beside) for beside in parts))]
+    def in_parts(self, most: int = 0) -> list[Variant]:
+        """Record all that helps with micro-batches: with `most` where too much is held anyhow."""
+        chosen, parts = self._helpful(), self._micro_batches()
+        if self._is_full(self._record(chosen)):
+            number = self.what_if.num_samples or 0
+            parts = [few for few in parts if number <= most * few[MICRO_BATCH]][-1:]
+        return [*filter(None, (self._record(chosen, few) for few in parts))]
 
     def on_host(self, *, in_parts: bool, is_small: bool = False) -> Iterator[Variant]:
         """Record variants with something in host memory, beside everything that helps."""
@@ -231,7 +231,7 @@ class Variants:
 
     # Whether what is there before a step is too much, whatever blocks save.
     def _is_full(self, variant: Variant | None) -> bool:
-        if self.seeks_least or variant is None or variant.costs is None:
+        if variant is None or variant.costs is None:
             return False
         held_bytes = variant.costs.held_bytes(self.kinds[:1] * self.num_blocks)
         return held_bytes > self.room * (1 + NEAR)

@@ -179,6 +179,11 @@ def without_sync(trainer: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if block is None else block()
 
 
+def has_others() -> bool:
+    """Say whether other processes are there: for those of a prediction nothing can wait."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+
+
 def all_reduce_min(trainer: Any, size: int) -> int:
     """Return the minimum of a number over all processes, which must all call this."""
     if trainer.world_size == 1:

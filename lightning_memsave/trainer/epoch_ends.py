@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_memsave.core.patching import own, patch_method, previous_method, set_own
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.trainer.distributed import all_reduce_min
+from lightning_memsave.trainer.distributed import all_reduce_min, has_others
 from lightning_memsave.trainer.failures import attempted
 
 _SURE_S, _LONGEST_PAUSE_S, _STORE_S = 3.0, 0.1, 30.0
@@ -145,7 +145,7 @@ def _refusal(what: str, fix: str) -> IncompatibleError:
 
 
 def _watch_epochs(trainer: Any) -> _EpochEnds | None:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_others():
         return None
     store: Any = None
     where = None

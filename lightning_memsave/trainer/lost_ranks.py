@@ -14,8 +14,7 @@ import threading
 import weakref
 from typing import Any, cast
 
-import torch.distributed as dist
-
+from lightning_memsave.trainer.distributed import has_others
 from lightning_memsave.trainer.failures import attempted, describe, say
 
 GRACE_S = 20
@@ -165,7 +164,7 @@ def _sentence(lost: str) -> str:
 
 def watch_ranks(trainer: Any) -> RankWatch | None:
     """Watch the processes of a fit, which must all call this; ``None`` where that cannot be."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_others():
         return None
     watch, where = RankWatch(trainer), None
     with attempted(trainer, "Other processes are not told when one has ended"):

@@ -144,15 +144,27 @@ def test_what_is_advised_against_is_planned_where_nothing_else_fits(argument):
     assert not more.plan.not_advised
 
 
-def test_the_least_that_a_refusal_names_is_the_least_of_any_budget():
-    """Also of one that is below what is there before a step."""
+def search_in_parts(num_samples):
     layers = [nn.TransformerEncoderLayer(64, 2, 256, batch_first=True) for _ in range(3)]
     off = {**dict.fromkeys(ALL - {"micro_batch_size", "activation_checkpointing"})}
     settings = {**off, "precision": "32-true", "offload": None}
     what_if = make_what_if(
-        nn.Sequential(*layers), torch.ones(16, 64, 64), settings=settings, device="cpu"
+        nn.Sequential(*layers), torch.ones(num_samples, 64, 64), settings=settings, device="cpu"
     )
-    search = search_for(what_if, Exactness.ROUNDING)
+    return search_for(what_if, Exactness.ROUNDING)
+
+
+def test_a_budget_that_is_far_too_small_is_refused_in_few_predictions():
+    search = search_in_parts(1024)
+    with pytest.raises(InfeasiblePlanError) as failure:
+        search.find(2**20)
+    assert failure.value.smallest.micro_batch_size == 16
+    assert search._variants.num_predictions <= 6  # of ten sizes, one
+
+
+def test_the_least_that_a_refusal_names_is_the_least_of_any_budget():
+    """Also of one that is below what is there before a step."""
+    search = search_in_parts(16)
     with pytest.raises(InfeasiblePlanError, match="The least found is ") as failure:
         search.find(2**20)
     least = failure.value.smallest

@@ -130,6 +130,13 @@ def test_ddp_holds_a_copy_of_all_gradients_in_each_process():
     assert one.peak_bytes - alone.peak_bytes == alone.peak.parameter_bytes
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_prediction_waits_for_no_other_process(strategy, capfd):
+    """It has none whose epochs could be longer."""
+    predicted({"activation_checkpointing": "all"}, RANKS, strategy)
+    assert "timed out" not in capfd.readouterr().err  # as torch's stores say
+
+
 def test_what_ddp_refuses_is_refused_in_a_prediction():
     with pytest.raises(IncompatibleError, match="`DDPStrategy` keeps all gradients in its buckets"):
         predicted({"optimizer_in_backward": True}, RANKS)
