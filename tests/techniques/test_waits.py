@@ -44,12 +44,14 @@ def test_a_step_waits_this_often(technique, name, expected):
     model = make_model(name).train()
     technique = None if technique is None else for_model(technique, model)
     step, optimizer, _ = switch_on(technique, model, momentum(model))
-    for index in range(4):
+    # The first one may wait for what it cannot know; blocks look at values in four.
+    num_first = 4 if isinstance(technique, ActivationCheckpointing) else 1
+    for index in range(num_first + 3):
         optimizer.zero_grad()
         with StepCounter() as counted:
             step(make_batch(index))
             optimizer.step()
-        if index:  # the first one may wait for what it cannot know
+        if index >= num_first:
             assert counted.counts.waits == expected
 
 
