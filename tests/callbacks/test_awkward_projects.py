@@ -143,8 +143,8 @@ def test_state_that_is_edited_under_a_name_of_torch_says_what_to_type(name):
     assert "optimizer=None" in found["error"]
 
 
-# In chunks two of them differ as plain training does from itself where all weights are changed by one
-# part in ten million: the last bit decides a ReLU, or a level of quantisation.
+# In chunks two of them differ as plain training does from itself where its weights are changed by
+# one part in ten million: the last bit decides a ReLU, or a level of quantisation.
 _AMPLIFY = {"ResizedBuffer", "Observers"}
 
 
