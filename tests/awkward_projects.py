@@ -360,7 +360,7 @@ class StatefulRecurrent(Recurrent):
         return cast(Tensor, x)
 
 
-class ResetRecurrent(StatefulRecurrent):
+class ResetStates(StatefulRecurrent):
     """Begins anew with the first batch of an epoch, which looks as if it kept nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -48,7 +48,7 @@ def test_what_a_proof_writes_into_offloaded_weights_is_put_back(project, what):
     ("project", "name", "why"),
     [
         ("StatefulRecurrent", "micro-batches", "previous micro-batch changed.*: `state.0.`"),
-        ("ResetRecurrent", "micro-batches", "an entry for each sample of the batch: `state.0.`"),
+        ("ResetStates", "micro-batches", "an entry for each sample of the batch: `state.0.`"),
         ("StepCounts", "micro-batches", "its loss cannot be split: .*`average.bias`"),
         ("HooksOnGradients", "micro-batches", "`head.weight: a hook in backward` would run"),
         ("StepWrites", "micro-batches", "previous micro-batch changed"),
@@ -116,7 +116,10 @@ def _assert_right(project: str, name: str, *, drops: bool = True) -> None:
 @pytest.mark.parametrize(
     "name", ["bare in float32", "bitwise", "single_gpu in float32", "offload in float32"]
 )
-def test_state_that_torch_does_not_count_is_that_of_plain_training(project, name):
+def test_state_that_torch_does_not_count_is_that_of_plain_training(project, name, request):
+    if (project, name) == ("FrozenParameters", "offload in float32"):
+        reason = "offloaded weights that a recomputed block writes: the block is the unit, issue 55"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     _assert_right(project, name)
 
 
