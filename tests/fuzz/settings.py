@@ -120,7 +120,7 @@ def settings_for(seed: int, allowed: Collection[str]) -> list[str]:
     random = Random(-seed)
     weights = {name: weight for name, weight in _WEIGHTS.items() if name in allowed}
     chosen = []
-    for _ in range(PER_PROGRAM):
+    for _ in range(min(PER_PROGRAM, len(weights))):
         chosen.append(random.choices([*weights], [*weights.values()])[0])
         del weights[chosen[-1]]
     return sorted(chosen)
