@@ -15,7 +15,6 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
-from fsspec.implementations.local import LocalFileOpener  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memsave import ChunkedCrossEntropy, LowBitOptimizer, MemSaveCallback, Offloading
 from lightning_memsave.callbacks.settings import setting
+from lightning_memsave.core import checkpoints
 
 BATCH_SIZE, NUM_TOKENS, NUM_WORDS = 4, 8, 50
 LOGS = "logs"
@@ -283,18 +283,18 @@ class _Watch(pl.Callback):
 @contextlib.contextmanager
 def _writing(fit: Fit) -> Iterator[None]:
     """Count the bytes of checkpoints, and die at the one that the fit names."""
-    write_all = LocalFileOpener.write
+    write_all = checkpoints._Pieces.write
 
     def write(file: Any, data: Any) -> Any:
         place = -1 if fit.kill_at_byte is None else fit.kill_at_byte - fit.num_bytes
         fit.num_bytes += len(data)
         if 0 <= place < len(data):
             write_all(file, data[:place])
-            file.f.flush()
+            file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         return write_all(file, data)
 
-    with mock.patch.object(LocalFileOpener, "write", write):
+    with mock.patch.object(checkpoints._Pieces, "write", write):
         yield
 
 
