@@ -48,7 +48,7 @@ _MAX_ITEMS = 1000  # of a container that is searched for tensors; its items are 
 
 
 class Reachable:
-    """What is reached from an object: dictionaries of names, containers, tensors, generators.
+    """Dictionaries of names, containers, tensors and generators that an object leads to.
 
     Attributes of objects are followed, and items of containers and of tuples; of a module that is
     held in a container or an object, what it has itself, without its submodules. With
@@ -145,7 +145,7 @@ def names_of(owner: Any) -> tuple[Names, ...]:
     if not isinstance(owner, nn.Module):
         return (vars(owner),)
     attributes = vars(owner)
-    # Those of a scripted module are no dictionaries.
+    # A scripted module has no dictionaries for them.
     of_kinds = (attributes.get(kind) for kind in ("_parameters", "_buffers", "_modules"))
     return (attributes, *(names if isinstance(names, dict) else {} for names in of_kinds))
 
@@ -175,7 +175,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 class Snapshot:
-    """What is bound and contained now, and copies of the values of some tensors.
+    """Present bindings and contents of containers, and copies of the values of some tensors.
 
     `restore` gives the same objects the same contents, and the same values in the same memory:
     whoever holds one of them, such as autograd, sees no other object.
@@ -213,7 +213,7 @@ class Snapshot:
         return now
 
     def changed(self) -> list[Reachable]:
-        """List what is bound or contained otherwise by now."""
+        """List the owners with other bindings or other contents by now."""
         return [each for each in self._found if each.has_changed()]
 
     def restore(self) -> None:

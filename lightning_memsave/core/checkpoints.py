@@ -41,7 +41,7 @@ def reduced(form: Tensor, storage: LateStorage) -> Any:
 
 
 def is_streaming() -> bool:
-    """Return whether what is pickled now is written by `write`."""
+    """Return whether `write` runs, so that a pickle goes to its file."""
     return _IS_STREAMING.get()
 
 

@@ -468,7 +468,7 @@ class PlanSearch:
         ways.append("shorter samples" if self._what_if.num_samples == 1 else "a smaller batch")
         return f"Use {', '.join(ways)}, or a smaller model."
 
-    # No micro-batches are recorded where what is there before a step is too much.
+    # No micro-batches are recorded where model states alone are too much.
     def _find_least(self) -> Estimate:
         if not any(MICRO_BATCH in c.variant.beside for c in self._candidates):
             is_last, self._variants.is_last_resort = self._variants.is_last_resort, False

@@ -180,7 +180,7 @@ def without_sync(trainer: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def has_others() -> bool:
-    """Say whether other processes are there: for those of a prediction nothing can wait."""
+    """Return whether other processes run; a prediction only imitates them."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 

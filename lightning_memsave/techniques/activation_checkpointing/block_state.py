@@ -24,7 +24,7 @@ from lightning_memsave.errors import ExactnessWarning, IncompatibleError, Proble
 from lightning_memsave.techniques.activation_checkpointing.selective import Contexts
 from lightning_memsave.techniques.residences import residence_with
 
-_STATE = "_memsave_block_state"  # of the first module of what is recomputed together
+_STATE = "_memsave_block_state"  # on the first of the modules that are recomputed together
 _SMALL_BYTES = 2**14  # tensors up to this size, other than parameters, are kept in each pass
 _NUM_WATCHED = 3
 
@@ -48,7 +48,7 @@ def begin_pass(modules: Sequence[nn.Module]) -> "BlockPass | None":
 
 
 class BlockState:
-    """What is known of the state of a block, learned by looking at values in some passes.
+    """State of a block that its passes change, learned by looking at values in some of them.
 
     Bindings, containers and small tensors are kept in every pass. Parameters and large tensors are
     kept where a watched pass has found that forward changes them. The first passes are watched, and
@@ -111,7 +111,7 @@ class BlockState:
         return number <= _NUM_WATCHED or number & (number - 1) == 0
 
     def found(self, *, of_all: bool) -> list[Reachable]:
-        """Return what is reached from modules that may have state, or from all modules."""
+        """Find the state of modules that may have some, or of all modules."""
         changed = [key for key, each in self._known.items() if each.has_other_names()]
         if of_all or any(self._known[key].has_other_structure() for key in changed):
             self._find_modules()

@@ -1,4 +1,4 @@
-"""What is seen of the losses of some samples together and apart, and of the state they leave."""
+"""Observe the losses of some samples together and apart, and the state that they leave."""
 
 import contextlib
 import functools

@@ -38,7 +38,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque)
 _TOLERANCE = 1e-6  # of the same sums in another order
 _MAX_ITEMS = 10_000  # longer containers are assumed to hold data
-# Objects of these are no state of a step; nor are those of the standard library.
+# Objects of these packages, and of the standard library, are no state of a step.
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_memsave"}
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _LEVELS = ("_parameters", "_buffers", "_modules")
@@ -62,7 +62,7 @@ class ModuleState:
         optimizers: Sequence[Any] = (),
         is_checked: bool = False,
     ) -> None:
-        # Those of scripted modules are in none of their attributes.
+        # No attribute of a scripted module holds its tensors.
         tensors = [*module.named_parameters(), *module.named_buffers()]
         self._module, self._roots = module, [("", module), *tensors, *_roots_of(optimizers)]
         self._holders: list[tuple[Any, Any]] = []

@@ -164,7 +164,7 @@ class MicroBatchRunner:
         self.weightings, self.whole = weightings, whole
 
     def meet(self, batch: Any) -> bool:
-        """Use what is proven of batches with the same parts; returns whether these are others.
+        """Use the proof for batches with the same parts; returns whether the parts are new.
 
         A part of a batch may be missing, or come later: the loss is another one then.
         """

@@ -33,7 +33,7 @@ def join_weight(upper: Tensor, lower: Tensor, into: Tensor | None = None) -> Ten
     if into.device.type != "cpu" or is_fake(into) or not all(t.is_contiguous() for t in tensors):
         into.copy_(upper).view(torch.int32).add_(lower)
         return into
-    # A sum of two types makes a copy: malloc would keep those of all weights of a model.
+    # A sum of two types makes a copy: malloc would keep the copies of all weights of a model.
     bits = torch.empty(min(_TILE_NUMEL, into.numel()), dtype=torch.int32)
     for high, low, whole in zip(*(t.view(-1).split(_TILE_NUMEL) for t in tensors), strict=True):
         whole.copy_(high).view(torch.int32).add_(bits[: len(low)].copy_(low))

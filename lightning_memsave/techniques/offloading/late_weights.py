@@ -1,4 +1,4 @@
-"""Weights of a checkpoint that are joined from their halves as they are written."""
+"""Join the halves of a weight when the checkpoint writes it."""
 
 import sys
 from typing import Any

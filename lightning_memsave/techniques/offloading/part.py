@@ -60,10 +60,10 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
         self._lower: dict[int, Tensor] = {}
-        self._others_are_apart = False  # what is not split: not in one piece with what is
+        self._others_are_apart = False  # whole weights: in other pieces of memory than split ones
         self._place, self._writes = Place.HOST, Writes.UNKNOWN
         self.is_in_halves = False
-        """Whether what is split is nowhere whole on the host."""
+        """Whether the host has split weights in halves only."""
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -439,7 +439,7 @@ class Part:
         for index, weight in enumerate(own):
             weight.copy_(self._whole(index))
         grads = [p.grad if p.grad is None else p.grad.to(device, copy=True) for p in self.params]
-        self._synchronize()  # the device may still read what is freed
+        self._synchronize()  # the device may still read this memory
         for param, weight, grad in zip(self.params, own, grads, strict=True):
             param.grad = None
             param.data = weight
