@@ -166,9 +166,12 @@ def _identities(names: Iterable[Names]) -> list[int]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor can be read and written as bytes of one storage."""
+    """Return whether the values of a tensor can be read and written as bytes of one storage.
+
+    Predictions follow the same tensors without values.
+    """
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor))
         and is_plain(tensor)
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
