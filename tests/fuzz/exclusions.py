@@ -184,13 +184,14 @@ _AFTER_THE_MODEL = (
     *("step.after", "net.after", "lit:on_before_backward", "cb:on_before_backward"),
     *("lit:backward", *(f"hook:{name}" for name in MODULE_HOOKS)),
 )
+_PARTS = ("", "epoch_", "batch_")
 _ZERO_GRAD = (
     *("lit:on_before_zero_grad", "cb:on_before_zero_grad", "lit:optimizer_zero_grad"),
     "lit:optimizer_zero_grad.after",
 )
 _END_OF_VALIDATION = (
-    *("lit:on_validation_end", "cb:on_validation_end", "lit:on_validation_model_train"),
-    "lit:on_validation_model_train.after",
+    *("lit:on_validation_model_train", "lit:on_validation_model_train.after"),
+    *(f"{owner}:on_validation_{part}end" for owner in ("lit", "cb") for part in _PARTS),
 )
 
 
