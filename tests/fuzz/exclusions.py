@@ -9,7 +9,6 @@ from tests.fuzz.habit import OF_A_STEP, WAYS, Habit, State
 from tests.fuzz.habits import Average, Extra, Gradients
 from tests.fuzz.places import FORWARD, MODULE_HOOKS, STEP
 from tests.fuzz.settings import (
-    PRESETS,
     offloads_weights,
     recomputes,
     splits_batches,
@@ -259,19 +258,6 @@ def _through_kept_views(habit: Habit, setting: str) -> bool:
     return is_of_numpy or _is_written_at(habit, places, ("kept_alias",))
 
 
-_BEFORE_THE_STEP = (
-    *_BETWEEN,
-    *("lit:backward.after", "lit:optimizer_step.closure", "opt:pre", "wrap:before"),
-    *("lit:configure_gradient_clipping", "lit:configure_gradient_clipping.after"),
-)
-
-
-def _before_the_first_step(habit: Habit, setting: str) -> bool:
-    is_early = not set(_BEFORE_THE_STEP).isdisjoint(habit.places())
-    may_repeat = setting in PRESETS or splits_batches(setting)
-    return may_repeat and is_early and habit.kind_of_state() == "optstate"
-
-
 _COMMON: dict[str, Any] = {"number": 0, "block": 1, "registered": "__init__"}
 _STATE: dict[str, Any] = {
     "read": "plain",
@@ -367,27 +353,9 @@ EXPECTED_FAILURES = (
 )
 
 
-OF_STATE = ExpectedFailure(
-    "optimizer state that is made before the first step",
-    53,
-    _before_the_first_step,
-    State(
-        **_COMMON,
-        **_STATE,
-        kind="optstate",
-        owner="sub",
-        path="down.bias",
-        way="copy_",
-        at="lit:configure_gradient_clipping",
-    ),
-    "default",
-)
-
-
 def expected_to_fail(program: Program, setting: str) -> str:
     """Return the name of the class of known failures that a program is in, or nothing."""
-    known = (*EXPECTED_FAILURES, OF_STATE) if offloads_weights(setting) else (OF_STATE,)
-    for each in known:
+    for each in EXPECTED_FAILURES if offloads_weights(setting) else ():
         if any(each.applies(habit, setting) for habit in program.habits):
             return each.name
     return ""

@@ -19,7 +19,6 @@ from tests.fuzz.exclusions import (
     EXCLUSIONS,
     EXPECTED_FAILURES,
     MOST,
-    OF_STATE,
     ExpectedFailure,
     expected_to_fail,
 )
@@ -196,7 +195,7 @@ def _expected(known: ExpectedFailure) -> Any:
 
 
 # When one of these passes, its class is no longer a known failure: delete it.
-@pytest.mark.parametrize("known", [*map(_expected, (*EXPECTED_FAILURES, OF_STATE))])
+@pytest.mark.parametrize("known", [*map(_expected, EXPECTED_FAILURES)])
 def test_known_failures_train_the_same(known: ExpectedFailure) -> None:
     program = _program(known.example, halfway=True)
     plain, why = plain_outcome(program.source())
