@@ -172,7 +172,7 @@ class BlockPass:
 
     def leave(self) -> None:
         """End the forward pass: learn what it has changed."""
-        if self._reads is not None:
+        if self._reads is not None and isinstance(self._watch, _Watch):
             self._state.read |= self._reads.found
             self._watch.forget(self._reads.ids - self._state.read)
         changed = self._watch.changed(self._state.rewritten)
