@@ -7,7 +7,7 @@ operators do not move.
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -51,23 +51,33 @@ class Reachable:
     """Dictionaries of names, containers, tensors and generators that an object leads to.
 
     Attributes of objects are followed, and items of containers and of tuples; of a module that is
-    held in a container or an object, what it has itself, without its submodules. With
-    ``is_shallow`` only what the owner has itself is found.
+    held in a container or an object, its submodules as well, but for those with the ids
+    ``elsewhere``, which are found by themselves. With ``is_shallow`` only what the owner has itself
+    is found.
     """
 
     __slots__ = (
-        *("_identities", "_is_shallow", "_num_inner", "_own", "containers", "generators"),
-        *("has_inner_tensors", "names", "owner", "tensors"),
+        *("_elsewhere", "_identities", "_is_shallow", "_num_inner", "_own", "containers"),
+        *("generators", "has_inner_tensors", "held", "names", "owner", "tensors"),
     )
 
-    def __init__(self, owner: Any, path: str = "", *, is_shallow: bool = False) -> None:
-        self.owner, self._own = owner, names_of(owner)
+    def __init__(
+        self,
+        owner: Any,
+        path: str = "",
+        *,
+        is_shallow: bool = False,
+        elsewhere: Collection[int] = (),
+    ) -> None:
+        self.owner, self._own, self._elsewhere = owner, names_of(owner), elsewhere
         self._identities = _identities(self._own)
         self.names: list[tuple[Names, Names]] = []
         """Dictionaries of names, and copies of them."""
         self.containers: list[tuple[Any, Any]] = []
         """Containers, and copies of them."""
         self.tensors: dict[str, Tensor] = {}
+        self.held: list[str] = []
+        """Beginnings of the names of what is in other modules."""
         self.generators: list[Any] = []
         self._is_shallow, self._num_inner, self.has_inner_tensors = is_shallow, 0, False
         self._follow(owner, path, {id(owner)}, 0)
@@ -104,13 +114,23 @@ class Reachable:
     def _follow(self, owner: Any, path: str, seen: set[int], depth: int) -> None:
         pairs = [(names, dict(names)) for names in names_of(owner)]
         self.names += pairs
-        # Submodules, the last of the names of a module, are found by who asks for them.
+        # Submodules, the last of the names of a module: those of the owner are found by who asks.
         for names, copied in pairs[:3]:
             for name, value in names.items():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     copied[name] = _OfGraph(value)
                 elif is_state(name) and not isinstance(value, _PLAIN):
                     self._visit(value, f"{path}.{name}".lstrip("."), seen, depth)
+        for names, _ in pairs[3:] if depth else ():
+            for name, module in names.items():
+                if module is not None and self._is_new(module, seen):
+                    self._follow(module, f"{path}.{name}", seen, depth)
+
+    def _is_new(self, value: Any, seen: set[int]) -> bool:
+        if id(value) in seen or id(value) in self._elsewhere:
+            return False
+        seen.add(id(value))
+        return True
 
     def _visit(self, value: Any, path: str, seen: set[int], depth: int) -> None:
         self._num_inner += depth > 0
@@ -123,8 +143,7 @@ class Reachable:
             self.tensors[path] = torch.from_numpy(value)
         elif self._is_shallow or isinstance(value, _PLAIN):
             return
-        elif depth < _MAX_DEPTH and id(value) not in seen:
-            seen.add(id(value))
+        elif depth < _MAX_DEPTH and self._is_new(value, seen):
             self._enter(value, path, seen, depth + 1)
 
     def _enter(self, value: Any, path: str, seen: set[int], depth: int) -> None:
@@ -137,6 +156,8 @@ class Reachable:
         elif generator_state(value) is not None:
             self.generators.append(value)
         elif isinstance(value, nn.Module) or is_of_user(value):
+            if isinstance(value, nn.Module):
+                self.held.append(f"{path}.")
             self._follow(value, path, seen, depth)
 
 

@@ -187,9 +187,9 @@ Hook = Callable[[Optimizer], None]
 
 
 def around_step(
-    optimizer: Optimizer, before: Hook, after: Hook | None = None
+    optimizer: Optimizer, before: Hook, after: Hook | None = None, *, is_first: bool = False
 ) -> list[Callable[[], None]]:
-    """Call functions when the gradients of each step are complete, and after it."""
+    """Call functions when gradients are complete, before all others or not, and after the step."""
 
     def pre_hook(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -206,7 +206,10 @@ def around_step(
             return (args[0], run, *args[2:]), kwargs
         return args, {**kwargs, "closure": run}
 
-    undo = [optimizer.register_step_pre_hook(pre_hook).remove]
+    handle = optimizer.register_step_pre_hook(pre_hook)
+    undo = [handle.remove]
+    if is_first:
+        getattr(optimizer, STEP_HOOKS[0]).move_to_end(handle.id, last=False)
     if after is not None:
         undo.append(optimizer.register_step_post_hook(lambda owner, *_: after(owner)).remove)
     return [*undo, functools.partial(_forget, optimizer)]

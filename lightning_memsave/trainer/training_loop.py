@@ -36,7 +36,6 @@ def pass_batches(
     pass_batch: PassBatch,
     *,
     frees_gradients: bool,
-    before_step: Callable[[Any], None],
     on_out_of_memory: Callable[[Any, BaseException], BaseException],
 ) -> Undo:
     """Replace the function that runs forward and backward of a training batch.
@@ -48,7 +47,6 @@ def pass_batches(
         trainer,
         pass_batch=pass_batch,
         frees_before_parts=frees_gradients,
-        before_step=before_step,
         on_out_of_memory=on_out_of_memory,
     )
 
@@ -103,7 +101,7 @@ def may_split_batches(trainer: Any) -> bool:
     return getattr(loop, "pass_batch", None) is not None
 
 
-_HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory", "around_backward")
+_HOOKS = ("adjust", "pass_batch", "on_out_of_memory", "around_backward")
 _FLAGS = ("frees_gradients", "frees_before_parts", "drops_outputs", "around_step")
 
 
@@ -141,7 +139,6 @@ class _Loop:
     is_in_step = False  # forward and backward are done, and the optimizer steps
     adjust: Adjust | None = None
     pass_batch: PassBatch | None = None
-    before_step: Callable[[Any], None] | None = None
     on_out_of_memory: Callable[[Any, BaseException], BaseException] | None = None
     around_backward: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = ()
     around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -208,9 +205,7 @@ class _Loop:
             parts.start(logged)
             self.pass_batch(parts.batch, parts, parts.zeroes)
             logged.flush()
-        if self.before_step is not None and will_step(self.trainer):
-            self.is_in_step = True
-            self.before_step(optimizer)
+        self.is_in_step = will_step(self.trainer)
         return with_memory_freed(parts.result)
 
     def _optimizer_step(self, batch_idx: int, closure: Any) -> None:

@@ -312,6 +312,20 @@ def test_what_may_not_be_split_is_not(name):
     assert "`validation_step` passes whole: " in shown.details[-1]
 
 
+def test_a_look_at_a_step_changes_no_learning_rate():
+    def validation_step(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] *= 0.5
+        self.log("loss", self.model(batch["x"]).mean())
+
+    def rate(*callbacks: Any) -> float:
+        lit = evaluating_lit(LIGHTNING, validation_step=validation_step)
+        trainer = make_trainer(LIGHTNING, *callbacks, limit_train_batches=1, max_epochs=1)
+        trainer.fit(lit)
+        return float(trainer.optimizers[0].param_groups[0]["lr"])
+
+    assert rate(quiet(preset="off", micro_batch_size=4)) == rate()
+
+
 def test_evaluation_false_leaves_it_out():
     callback = quiet(micro_batch_size=MicroBatching(2, evaluation=False))
     lit = evaluating_lit(LIGHTNING)

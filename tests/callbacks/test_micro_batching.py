@@ -582,6 +582,17 @@ class TestOutOfMemoryInTheStep:
         lit = lit_with(name)
         assert_same(fit(lit), fit(lit, only("auto")))
 
+    def test_hooks_before_the_first_step_find_no_state(self):
+        seen = []
+
+        def look(self, optimizer, *_, **__):
+            seen.append(len(optimizer.state))
+
+        hooks = {"on_before_optimizer_step": look, "configure_gradient_clipping": look}
+        fit(make_lit(**hooks), only("auto"), limit_train_batches=2, max_epochs=1)
+        num_parameters = len(list(make_lit().parameters()))
+        assert seen == [0, 0, num_parameters, num_parameters]
+
 
 def armed_allocation(mode: OutOfMemoryAt) -> Any:
     def allocate(optimizer: torch.optim.Optimizer) -> None:

@@ -152,7 +152,8 @@ def _smaller(fault: Fault) -> Iterator[tuple[Program, str]]:
             yield replace(program, model=replace(program.model, **{each.name: value})), setting
     for number, habit in enumerate(program.habits):
         for name, value in SIMPLER.items():
-            if getattr(habit, name, value) != value:
+            is_choice = value in getattr(type(habit), "choices", {}).get(name, (value,))
+            if is_choice and getattr(habit, name, value) != value:
                 habits = [*program.habits]
                 habits[number] = replace(habit, **{name: value})
                 yield replace(program, habits=tuple(habits)), setting

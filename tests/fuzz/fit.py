@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import MemsaveError, MemsaveWarning
@@ -32,6 +33,7 @@ _HOOKS = (
 class Outcome:
     """The end of a fit: values, or an error and where it was raised."""
 
+    source: str
     values: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
     trace: str = ""
@@ -54,15 +56,26 @@ class Outcome:
         return any(row.status == "on" and row.exactness in less for row in self.rows)
 
 
-def run(source: str, setting: str = "") -> Outcome:
-    module, outcome, callback = types.ModuleType(_NAME), Outcome(), None
+class _Jitter(Callback):
+    """Changes of weights that are as small as those of rounding."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with torch.no_grad():
+            for param in pl_module.parameters():
+                param.flatten()[::2].mul_(1 + 2**-22)
+
+
+def run(source: str, setting: str = "", *, has_jitter: bool = False) -> Outcome:
+    """Run a program; with jitter, its outcome tells how far rounding grows in it."""
+    module, outcome, callback = types.ModuleType(_NAME), Outcome(source), None
     process = ProcessState()
     with _installed(module, source), _time_limit(TIME_LIMIT_S), quiet() as warned:
         try:
             exec(compile(source, f"<{_NAME}>", "exec"), vars(module))
             if setting:
                 callback = MemSaveCallback(report=False, predict=False, **arguments_of(setting))
-            lit, trainer = module.fit(*[callback] if callback is not None else [])
+            callbacks = [callback] if callback is not None else [_Jitter()] * has_jitter
+            lit, trainer = module.fit(*callbacks)
             outcome.values, outcome.left = _values(lit, trainer), _fingerprint(lit, trainer)
         except Exception as error:
             outcome.error, outcome.trace = error, "".join(traceback.format_exception(error))

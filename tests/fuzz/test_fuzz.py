@@ -19,7 +19,6 @@ from tests.fuzz.exclusions import (
     EXCLUSIONS,
     EXPECTED_FAILURES,
     MOST,
-    OF_STATE,
     ExpectedFailure,
     expected_to_fail,
 )
@@ -30,21 +29,15 @@ from tests.fuzz.settings import LEAST_SHARE, SETTINGS, techniques_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Fresh programs, which `make fuzz` looks at, still disagree now and then: until they do no more,
-# the tests train the same ones for each commit, without those that are known to disagree.
+# the tests train the same ones for each commit.
 FIRST_SEED, NUM_CASES, PROGRAMS_PER_CASE = 1_000_000, 12, 10
-OPEN = {
-    # Offloaded weights that are written through a view of NumPy's kept from before.
-    *(1_000_037, 1_000_044),
-    # A block that writes weights of a submodule of the model that it holds.
-    1_000_089,
-}
 
 
 @pytest.mark.parametrize("case", range(NUM_CASES))
 def test_programs_train_the_same_with_settings(case: int) -> None:
     first, tally = FIRST_SEED + case * PROGRAMS_PER_CASE, Tally()
-    seeds = {*range(first, first + PROGRAMS_PER_CASE)} - OPEN
-    faults = [fault for seed in sorted(seeds) for fault in examine(seed, tally)]
+    seeds = range(first, first + PROGRAMS_PER_CASE)
+    faults = [fault for seed in seeds for fault in examine(seed, tally)]
     lines = [str(fault) for fault in faults]
     assert not faults, "\n\n".join([*lines, faults[0].report(), str(tally)])
     assert sum(count for (_, status), count in tally.status.items() if status == "on") >= 10, tally
@@ -202,7 +195,7 @@ def _expected(known: ExpectedFailure) -> Any:
 
 
 # When one of these passes, its class is no longer a known failure: delete it.
-@pytest.mark.parametrize("known", [*map(_expected, (*EXPECTED_FAILURES, OF_STATE))])
+@pytest.mark.parametrize("known", [*map(_expected, EXPECTED_FAILURES)])
 def test_known_failures_train_the_same(known: ExpectedFailure) -> None:
     program = _program(known.example, halfway=True)
     plain, why = plain_outcome(program.source())

@@ -38,7 +38,10 @@ WAYS: dict[str, Callable[[Callable[[], Tensor], Callable[[Tensor], None]], Any]]
     "set_": lambda get, put: cast(Any, get()).set_(get().detach() * 0.5 + 0.1),
     "assign": lambda get, put: put(get().detach() * 0.5 + 0.1),
 }
-KINDS = ("buffer", "frozen", "trained", "attribute", "list", "dict", "dataclass", "outer")
+KINDS = (
+    *("buffer", "frozen", "trained", "attribute", "list", "dict", "dataclass", "outer"),
+    "outer weight",  # of a submodule of the model that the block holds
+)
 PLACES = ("block", "end of block", "after the blocks", "before backward")
 
 
@@ -61,6 +64,8 @@ class Block(nn.Module):
                 "dict": {"v": value},
                 "dataclass": Box(value),
                 "outer": None,
+                "outer weight": None,
+                "large outer weight": None,
             }
             self.state = values[kind]
         self.outer: list[Any] = []
@@ -72,6 +77,8 @@ class Block(nn.Module):
             return self.state[0 if self.kind == "list" else "v"]
         if self.kind == "dataclass":
             return self.state.value
+        if self.kind.endswith("outer weight"):
+            return (self.outer[0].head if "large" in self.kind else self.outer[0].stem).bias
         return self.outer[0].state if self.kind == "outer" else self.state
 
     def put(self, value: Tensor) -> None:
@@ -81,6 +88,8 @@ class Block(nn.Module):
             self.state[0 if self.kind == "list" else "v"] = value
         elif self.kind == "dataclass":
             self.state.value = value
+        elif self.kind == "outer weight":
+            self.outer[0].stem.bias = nn.Parameter(value)
         else:
             (self.outer[0] if self.kind == "outer" else self).state = value
 
@@ -105,7 +114,7 @@ class Net(nn.Module):
 
     def __init__(self, kind: str, size: int = WIDTH) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, size)
         self.blocks = nn.ModuleList(Block(kind, size) for _ in range(3))
         self.register_buffer("state", torch.linspace(0.5, 1.0, WIDTH))
         for block in self.blocks:
@@ -115,6 +124,7 @@ class Net(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
+        x = self.head(x)
         if place == "after the blocks":
             self.blocks[1].change()
         return x.square().mean()
@@ -196,6 +206,27 @@ def test_large_tensors_that_others_change_are_refused_by_name(way):
         make = functools.partial(make_net, "buffer", way, place, LARGE)
         with pytest.raises(IncompatibleError, match=r"`state` of a block of class `Block`.*after"):
             both(make, place, "all")
+
+
+@pytest.mark.parametrize("which", ["all", "nested", "selective"])
+def test_a_large_weight_of_the_model_that_blocks_hold_is_compared_where_they_read_it(which):
+    def make(kind: str, place: str) -> Net:
+        model = make_net(kind, "copy_", place, LARGE)
+        model.blocks[1].change = lambda: change(model.head.bias)
+        return model
+
+    def change(param: nn.Parameter) -> None:
+        with torch.no_grad():
+            param.mul_(0.5)
+
+    written = functools.partial(make, "large outer weight", "block")
+    assert_same(*both(written, "block", which))
+    # As an update in backward does.
+    unread = functools.partial(make, "outer weight", "")
+    assert_same(*both(unread, "before backward", which))
+    read = functools.partial(make, "large outer weight", "")
+    with pytest.raises(IncompatibleError, match=r"`outer\[0\].head.bias` of a block"):
+        both(read, "before backward", which)
 
 
 def test_a_late_change_of_a_weight_is_warned_of_and_right_from_the_next_step_on():

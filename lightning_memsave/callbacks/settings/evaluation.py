@@ -279,6 +279,7 @@ class EvaluationSetting(Setting):
             split_batch=self.technique.split_batch,
             known=known.proof,
             needs_split=True,
+            optimizers=trainer.optimizers,
             subject="the sum of what it logs and returns (and 1)",
         )
         with unnoticed(trainer):

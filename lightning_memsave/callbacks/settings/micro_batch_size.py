@@ -62,7 +62,7 @@ from lightning_memsave.techniques.micro_batching.technique import (
     check_repeatable,
 )
 from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
-from lightning_memsave.techniques.optimizer_step import allocate_state
+from lightning_memsave.techniques.optimizer_step import allocate_state, around_step
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import (
     all_reduce_min,
@@ -189,7 +189,6 @@ class MicroBatchSetting(Setting):
                 trainer,
                 functools.partial(self._pass_batch, trainer),
                 frees_gradients=not find_zero_grad_override(trainer, pl_module),
-                before_step=functools.partial(self._before_step, trainer),
                 on_out_of_memory=lambda *failure: failed_step(self._advice, *failure),
             )
         )
@@ -202,6 +201,11 @@ class MicroBatchSetting(Setting):
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Find half-precision parameters of modules that are built after ``setup``."""
         self._probe = BatchProbe()
+        # After hooks, which would find the state; without memory for it nothing is updated yet.
+        before = functools.partial(self._allocate_state, trainer)
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._undo += around_step(optimizer, before, is_first=True)
         self.runner = self._make_runner(trainer)
         problems = self._problems_of(pl_module)
         if problems and self.is_asked:
@@ -307,12 +311,9 @@ class MicroBatchSetting(Setting):
             warn_of_retry(trainer, runner, self._weighted())
             self._show_size(trainer, pl_module)
 
-    def _before_step(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
-        if self._probe.allocates(phase_of(trainer)):
-            self._allocate_state(trainer, optimizer)
-
-    # Nothing is updated yet where memory runs out, as it could in the step.
     def _allocate_state(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+        if not self._probe.allocates(phase_of(trainer)):
+            return
         outside, relief = sys.exception(), self.relief
         while relief is not None:
             try:

@@ -1,13 +1,16 @@
 """Let a block find its state of forward again when it is recomputed, and change it once."""
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.blocks.snapshot import (
     Reachable,
@@ -25,7 +28,7 @@ from lightning_memsave.techniques.activation_checkpointing.selective import Cont
 from lightning_memsave.techniques.residences import residence_with
 
 _STATE = "_memsave_block_state"  # on the first of the modules that are recomputed together
-_SMALL_BYTES = 2**14  # tensors up to this size, other than parameters, are kept in each pass
+_SMALL_BYTES = 2**14  # tensors up to this size, other than own parameters, are kept in each pass
 _NUM_WATCHED = 3
 
 
@@ -67,6 +70,8 @@ class BlockState:
         """Names of parameters and large tensors that forward changes."""
         self.rewritten: set[str] = set()
         """Names of those to which forward writes the values that they have."""
+        self.read: set[int] = set()
+        """Ids of large tensors of other modules that forward uses."""
         self.draws = False
         """Forward draws random numbers of Python or NumPy."""
         self._find_modules()
@@ -80,8 +85,10 @@ class BlockState:
             for n, m in root.named_modules()
         }
         self.modules = [m for _, m in named.values()]
+        self._found_here = frozenset(named)
         self.params = [p for m in self.modules for p in m._parameters.values() if p is not None]
         """All of them; below those whose values can be compared."""
+        self.own = frozenset(map(id, self.params))
         self.parameters = {
             f"{path}.{name}".lstrip("."): param
             for path, module in named.values()
@@ -123,7 +130,7 @@ class BlockState:
             is_shallow = not of_all and key in self._of_settings and key not in self._also_kept
             each = self._known.get(key)
             if each is None or (of_all and key in self._of_settings):
-                each = Reachable(module, path, is_shallow=is_shallow)
+                each = Reachable(module, path, is_shallow=is_shallow, elsewhere=self._found_here)
                 if each.is_of_settings:
                     self._of_settings.add(key)
                 if not each.is_deep:  # its tensors must not live longer than the user lets them
@@ -146,9 +153,15 @@ class BlockPass:
         is_watched = state.is_next_watched()
         found = state.found(of_all=is_watched)
         named = {n: t for each in found for n, t in each.tensors.items() if has_values(t)}
-        small = {n: t for n, t in named.items() if not _is_large(t)}
+        small = {n: t for n, t in named.items() if id(t) not in state.own and _is_small(t)}
         large = {n: t for n, t in named.items() if n not in small and _is_comparable(t)}
         large.update(state.parameters)
+        others: set[str] = set()
+        if held := tuple(prefix for each in found for prefix in each.held):
+            others = {n for n, t in large.items() if n.startswith(held) and id(t) not in state.own}
+        self._reads = _Reads(large[n] for n in others) if is_watched and others else None
+        if self._reads is None:
+            large = {n: t for n, t in large.items() if n not in others or id(t) in state.read}
         kept = {n: large.pop(n) for n in state.changing & large.keys()}
         distinct = {id(t): t for t in (*small.values(), *kept.values())}
         self._snapshot = Snapshot(found, distinct.values())
@@ -159,6 +172,9 @@ class BlockPass:
 
     def leave(self) -> None:
         """End the forward pass: learn what it has changed."""
+        if self._reads is not None and isinstance(self._watch, _Watch):
+            self._state.read |= self._reads.found
+            self._watch.forget(self._reads.ids - self._state.read)
         changed = self._watch.changed(self._state.rewritten)
         self._state.changing |= changed.keys()
         self._snapshot.add(changed.values())
@@ -168,7 +184,8 @@ class BlockPass:
 
     def contexts(self, inner: Contexts) -> Contexts:
         """Return contexts for forward and recomputation, around inner ones."""
-        return inner[0], _AsInForward(self, inner[1])
+        forward = inner[0] if self._reads is None else _within(self._reads, inner[0])
+        return forward, _AsInForward(self, inner[1])
 
     def restore(self) -> Callable[[], None]:
         """Restore the state, and return a function that gives the block the present one again."""
@@ -227,6 +244,15 @@ class _Watch:
         self._before = fingerprints(t for t, _ in self._tensors.values())
         self._copies = [*host_copies_of(t for t, _ in self._tensors.values())]
 
+    def forget(self, ids: Container[int]) -> None:
+        """Compare tensors with these ids no longer."""
+        is_left = [id(tensor) not in ids for tensor, _ in self._tensors.values()]
+        self._before = [*itertools.compress(self._before, is_left)]
+        self._copies = [*itertools.compress(self._copies, is_left)]
+        for each in (self._fake, self._tensors):
+            for name in [name for name, (tensor, _) in each.items() if id(tensor) in ids]:
+                del each[name]
+
     def changed(self, rewritten: set[str]) -> dict[str, Values]:
         """Return the values from before, by name, of tensors that have others now."""
         changed = {
@@ -243,6 +269,7 @@ class _Watch:
                 rewritten.add(name)
         self._before = after
         self._fake, self._copies = {}, []
+        self.forget({id(values.tensor) for values in changed.values()})  # as they are kept
         return changed
 
     def changed_since(self) -> list[str]:
@@ -288,6 +315,28 @@ class _Counters:
         return [name for name, old, new in pairs if old != new]
 
 
+class _Reads(TorchFunctionMode):
+    """Which of some tensors are used."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.ids, self.found = {id(tensor) for tensor in tensors}, set[int]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.found |= self.ids & {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        return func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def _within(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 class _AsInForward(contextlib.AbstractContextManager[None]):
     # A class: with `retain_graph=True` it is entered once per backward pass.
     def __init__(self, state: BlockPass, inner: contextlib.AbstractContextManager[Any]) -> None:
@@ -305,8 +354,9 @@ class _AsInForward(contextlib.AbstractContextManager[None]):
             self._undo()
 
 
-def _is_large(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or nbytes_of(tensor) > _SMALL_BYTES
+def _is_small(tensor: Tensor) -> bool:
+    is_offloaded = isinstance(tensor, nn.Parameter) and residence_with(tensor) is not None
+    return nbytes_of(tensor) <= _SMALL_BYTES and not is_offloaded
 
 
 # Weights that are offloaded come and go; tensors of `torch.inference_mode` have no version.
