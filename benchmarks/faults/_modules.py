@@ -232,12 +232,12 @@ class Cells:
         self, project: str, condition: str, plain: dict[str, Any], *, drops: bool
     ) -> float:
         """Measure how far plain training gets from itself by rounding: a bit decides a level."""
-        deviations = []
+        deviations: list[float] = []
         for nudge in range(1, NUM_NUDGES + 1):
             job = functools.partial(run, project, None, condition, drops=drops, nudge=nudge)
             found = judge(in_process(job), plain, 0)
             deviations.append(found.get("deviation", 0.0))
-        return max(deviations)
+        return max(deviations, default=0.0)
 
     def _train(self, project: str, condition: str, drops: bool, precision: str | None) -> Any:
         key = project, condition, drops, precision
