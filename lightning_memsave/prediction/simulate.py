@@ -178,6 +178,7 @@ class _Observer(CallbackBase):
     ) -> None:
         if self._profile is None:
             _check_optimizers(trainer.optimizers)
+            _switch_to_training(trainer.optimizers)
             device = torch.device("cpu")
             profile = StepProfile(pl_module, trainer.optimizers, device, deadline_s=self.deadline_s)
             profile.__enter__()
@@ -253,6 +254,14 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 "loss. Predict with another optimizer, and add two tensors of the size of all "
                 "gradients for each pair."
             )
+
+
+# Schedule-free optimizers are switched in start hooks, which do not run here, and refuse to step
+# before that.
+def _switch_to_training(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+            optimizer.train()
 
 
 def _skip(pl_module: Any, hooks: Sequence[str]) -> None:

@@ -28,7 +28,15 @@ from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.prediction import predict as prediction
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_step import ACTIVE_UPDATES
-from tests.callbacks.lit import Vectors, WithLoss, callback_with, loader, make_lit, make_trainer
+from tests.callbacks.lit import (
+    Vectors,
+    WithLoss,
+    callback_with,
+    loader,
+    make_lit,
+    make_trainer,
+    model_step,
+)
 from tests.cases import WIDTH, make_model
 
 HOOKS = (
@@ -192,6 +200,37 @@ class TestPredictedEqualsMeasured:
         skips = {"on_train_batch_start": lambda self, batch, batch_idx: -1}
         fit(make_lit(**skips), callback := MemSaveCallback(), max_steps=-1, max_epochs=1)
         assert "No batch was trained on" in callback._prediction.note
+
+    @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+    @pytest.mark.parametrize("is_of_callback", [False, True], ids=["module", "callback"])
+    def test_optimizers_that_start_hooks_switch_to_training(self, hook, is_of_callback):
+        class Switched(torch.optim.AdamW):
+            is_training = False
+
+            def train(self) -> None:
+                self.is_training = True
+
+            def eval(self) -> None:
+                self.is_training = False
+
+            def step(self, closure: Any = None) -> Any:
+                assert self.is_training, "not in train mode"
+                return super().step(closure)
+
+        def switch(owner: Any, trainer: Any = None, *_: Any) -> None:
+            for optimizer in (trainer or owner.trainer).optimizers:
+                optimizer.train()
+
+        configured = {"configure_optimizers": lambda self: Switched(self.parameters(), lr=1e-3)}
+        methods = {} if is_of_callback else {hook: switch}
+        lit = make_lit(training_step=model_step, **configured, **methods)
+        switching = lightning.pytorch.Callback()
+        if is_of_callback:
+            setattr(switching, hook, lambda trainer, module: switch(None, trainer))
+        callback = MemSaveCallback(preset="off")
+        make_trainer(lightning.pytorch, callback, switching, max_steps=3).fit(lit)
+        assert_is_predicted(callback)
+        assert_peak(rel=0)
 
     def test_manual_optimization_with_two_optimizers(self):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
