@@ -2,12 +2,14 @@
 
 import functools
 import re
+import time
 from typing import Any
 
 import pytest
 
 from benchmarks.faults._modules import BAD, SETTINGS, Cells, judge, run
 from lightning_memsave import MicroBatching, errors
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from tests.awkward_projects import all_projects
 
 STATEFUL = [
@@ -110,6 +112,18 @@ def _assert_right(project: str, name: str, *, drops: bool = True) -> None:
         assert hasattr(errors, found["error"].partition(":")[0]), found["error"]
     judged = judge(found, expected, tolerance)
     assert judged["outcome"] not in BAD, judged
+
+
+def test_a_look_at_the_loss_waits_for_updates_on_the_host(monkeypatch):
+    # Its second one, of batches without their optional part, comes after a step.
+    work = HostWorker._run
+
+    def work_late(worker, update):
+        time.sleep(0.02)
+        work(worker, update)
+
+    monkeypatch.setattr(HostWorker, "_run", work_late)
+    _assert_right("OptionalBatches", "offload in float32")
 
 
 @pytest.mark.parametrize("project", STATEFUL)

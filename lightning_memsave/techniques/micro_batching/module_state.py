@@ -31,7 +31,7 @@ from lightning_memsave.core.saved_state import (
     set_generator,
     values_in,
 )
-from lightning_memsave.techniques.residences import residence_with
+from lightning_memsave.techniques.residences import residence_among, residence_with
 
 _SMALL_BYTES, _MAX_COPIED_BYTES = 2**20, 2**26
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -62,6 +62,9 @@ class ModuleState:
         optimizers: Sequence[Any] = (),
         is_checked: bool = False,
     ) -> None:
+        residence = residence_among(module.parameters()) if optimizers else None
+        if residence is not None:
+            residence.finish()  # a thread of the host may still be writing to state
         # No attribute of a scripted module holds its tensors.
         tensors = [*module.named_parameters(), *module.named_buffers()]
         self._module, self._roots = module, [("", module), *tensors, *_roots_of(optimizers)]
