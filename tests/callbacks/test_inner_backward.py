@@ -173,22 +173,6 @@ def test_hooks_that_would_run_for_each_part_are_named(hook):
     assert f"`Lit.{hook}` would run" in str(rows_of(callback)["micro_batch_size"].details)
 
 
-def test_hooks_on_activations_would_run_for_each_part_too():
-    seen: list[int] = []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.model(batch)
-        if loss.requires_grad:  # not in the look at the loss
-            loss.register_hook(lambda gradient: seen.append(1))
-        return loss
-
-    lit = lit_with_step(training_step)
-    with pytest.raises(IncompatibleError, match=r"`Tensor\.register_hook\(.*<lambda>\)`: it would"):
-        fit(lit, only(2))
-    fit(lit, only("auto"), limit_train_batches=1, max_epochs=1, limit_val_batches=0)
-    assert seen == [1]
-
-
 def test_own_zeroing_is_kept():
     # Gradients live on over two steps.
     zero = lambda self, epoch, batch_idx, optimizer: (  # noqa: E731

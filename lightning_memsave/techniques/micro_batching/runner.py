@@ -26,7 +26,6 @@ from lightning_memsave.errors import (
     IncompatibleError,
     MemoryExhaustedError,
     MemsaveError,
-    Problem,
 )
 from lightning_memsave.techniques.micro_batching.loss_weights import (
     LossWeight,
@@ -35,7 +34,6 @@ from lightning_memsave.techniques.micro_batching.loss_weights import (
     shares_of,
     weightings_of,
 )
-from lightning_memsave.techniques.micro_batching.module_state import is_of_user
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 
 T = TypeVar("T")
@@ -146,7 +144,6 @@ class MicroBatchRunner:
         """Remedy if a single sample does not fit."""
         self.failure = ""
         """Why batches cannot be repeated: saving or restoring the module's state has failed."""
-        self._has_split = False
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
     def _become(self, splitting: Splitting) -> None:
@@ -255,12 +252,8 @@ class MicroBatchRunner:
     def _pass(self, batch: Any, pass_part: PassPart, before: "_Before") -> None:
         before.prepare()
         parts, weights, sizes = self.split(batch)
-        # What is refused of modules is seen on tensors only as forward runs.
-        is_looked_at = len(parts) > 1 and self.splitting is Splitting.PROVEN and not self._has_split
-        with hooks_refused() if is_looked_at else contextlib.nullcontext():
-            for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
-                pass_part(part, weight, size, index == len(parts) - 1)
-        self._has_split |= is_looked_at
+        for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
+            pass_part(part, weight, size, index == len(parts) - 1)
 
     def require_repeatable(self) -> None:
         """Raise where memory has run out and the state before the batch is lost."""
@@ -358,30 +351,6 @@ class _Before:
             self._runner.require_repeatable()
         elif not self._runner.failure:
             self._state = self._runner.record(self._save_state)
-
-
-@contextlib.contextmanager
-def hooks_refused() -> Iterator[None]:
-    """Refuse hooks of the user's on tensors, which would run in backward of each micro-batch."""
-    before = Tensor.register_hook
-
-    def register_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
-        if is_of_user(hook):
-            name = getattr(hook, "__qualname__", type(hook).__name__)
-            problem = Problem(
-                f"`Tensor.register_hook({name})`",
-                "it would run for each micro-batch, and not for the batch",
-                "Do the same in `on_before_optimizer_step` or `on_train_batch_end`, or set "
-                "`micro_batch_size=None`.",
-            )
-            raise IncompatibleError("micro_batch_size", [problem])
-        return before(self, hook)  # type: ignore[no-untyped-call]
-
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.register_hook = before  # type: ignore[method-assign]
 
 
 def _agree_on(shares: Sequence[Sequence[float] | None]) -> bool:
