@@ -137,7 +137,9 @@ def test_gradients_that_wait_for_their_norm_on_the_host_are_none_of_the_blocks()
     assert callback.plan.plan.settings["optimizer_in_backward"]
 
 
-@pytest.mark.xfail(reason="since 925b5f73: the refusal names no technique that is not planned", strict=True)
+@pytest.mark.xfail(
+    reason="since 925b5f73: the refusal names no technique that is not planned", strict=True
+)
 def test_updates_in_backward_are_not_planned_where_gradients_may_change_after_it():
     def backward(self: Any, loss: Tensor) -> None:
         loss.backward()
@@ -261,7 +263,9 @@ def lit_of(model: type[nn.Module], argument: Any, batch_size: int) -> Any:
     return lit
 
 
-@pytest.mark.xfail(reason="since 925b5f73: 96 bytes more than planned, of unknown cause", strict=True)
+@pytest.mark.xfail(
+    reason="since 925b5f73: 96 bytes more than planned, of unknown cause", strict=True
+)
 def test_the_proof_of_the_loss_needs_no_more_than_the_planned_step():
     budget = plain_fit(lit_of(Wide, False, 8))[2] // 4
     found = []
