@@ -43,7 +43,8 @@ CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": "all"}
 # that gets other tokens has other weights. It is compared with those of plain training, also in
 # bfloat16, which alone moves a loss by up to 3.3 %.
 APPROXIMATE, MAX_LOSS = 0.5, 0.02
-# Sums in another order; where they grow, up to what plain training does with other last bits.
+# Relative error of sums in another order. A model may amplify it: a larger error is as declared if
+# plain training, begun with weights that are changed by 1e-7, deviates as far from plain training.
 ROUNDING, NUM_NUDGES = 1e-4, 8
 HALF = "bf16-mixed"
 # A host rounds updates in another way than a GPU.
@@ -105,7 +106,7 @@ def run(
 ) -> dict[str, Any]:
     """Train a project, with a callback unless ``None``; give its weights and how it ended.
 
-    With ``nudge`` weights begin changed by about one part in ten million, in a way of this number.
+    With ``nudge``, a seed, initial weights are changed by about 1e-7 of their values.
     """
     callback = None
     if settings is not None:
@@ -231,7 +232,7 @@ class Cells:
     def _amplified(
         self, project: str, condition: str, plain: dict[str, Any], *, drops: bool
     ) -> float:
-        """Measure how far plain training gets from itself by rounding: a bit decides a level."""
+        """Return how far plain training with changed last bits deviates from plain training."""
         deviations: list[float] = []
         for nudge in range(1, NUM_NUDGES + 1):
             job = functools.partial(run, project, None, condition, drops=drops, nudge=nudge)

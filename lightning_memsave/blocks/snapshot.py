@@ -50,10 +50,9 @@ _MAX_ITEMS = 1000  # of a container that is searched for tensors; its items are 
 class Reachable:
     """Dictionaries of names, containers, tensors and generators that an object leads to.
 
-    Attributes of objects are followed, and items of containers and of tuples; of a module that is
-    held in a container or an object, its submodules as well, but for those with the ids
-    ``elsewhere``, which are found by themselves. With ``is_shallow`` only what the owner has itself
-    is found.
+    Attributes of objects are followed, and items of containers and of tuples. Submodules are
+    followed of modules that a container or an object holds, except submodules whose ids are in
+    ``elsewhere``. With ``is_shallow`` only names and tensors of the owner itself are found.
     """
 
     __slots__ = (
@@ -77,7 +76,7 @@ class Reachable:
         """Containers, and copies of them."""
         self.tensors: dict[str, Tensor] = {}
         self.held: list[str] = []
-        """Beginnings of the names of what is in other modules."""
+        """Prefixes of the names of state that other modules own."""
         self.generators: list[Any] = []
         self._is_shallow, self._num_inner, self.has_inner_tensors = is_shallow, 0, False
         self._follow(owner, path, {id(owner)}, 0)
@@ -114,7 +113,7 @@ class Reachable:
     def _follow(self, owner: Any, path: str, seen: set[int], depth: int) -> None:
         pairs = [(names, dict(names)) for names in names_of(owner)]
         self.names += pairs
-        # Submodules, the last of the names of a module: those of the owner are found by who asks.
+        # Submodules are the last of the names of a module. The caller has those of the owner.
         for names, copied in pairs[:3]:
             for name, value in names.items():
                 if isinstance(value, Tensor) and value.grad_fn is not None:

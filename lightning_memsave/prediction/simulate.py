@@ -256,8 +256,8 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-# Schedule-free optimizers are switched in start hooks, which do not run here, and refuse to step
-# before that.
+# Schedule-free optimizers refuse to step until `train` is called, as start hooks do, which a
+# simulation does not run.
 def _switch_to_training(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):

@@ -189,7 +189,7 @@ Hook = Callable[[Optimizer], None]
 def around_step(
     optimizer: Optimizer, before: Hook, after: Hook | None = None, *, is_first: bool = False
 ) -> list[Callable[[], None]]:
-    """Call functions when gradients are complete, before all others or not, and after the step."""
+    """Call ``before``, ahead of earlier hooks if ``is_first``, and ``after`` around each step."""
 
     def pre_hook(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

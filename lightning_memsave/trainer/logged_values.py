@@ -65,7 +65,8 @@ class LoggedValues:
             self._trainer.loggers = loggers
             self.clear()
             for name in set(self._results or ()) - names:
-                del self._results[name]
+                # Metrics refer to themselves: their values would stay until garbage is collected.
+                vars(self._results.pop(name)).clear()
 
     def tensors(self) -> dict[str, tuple[Any, Tensor]]:
         """Return the logged tensors of one micro-batch: Lightning's metadata and value by name."""

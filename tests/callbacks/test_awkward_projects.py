@@ -103,10 +103,10 @@ def test_in_micro_batches(project):
     assert cell["outcome"] == "as declared", cell
 
 
-def _assert_right(project: str, name: str, *, drops: bool = True) -> None:
+def _assert_right(project: str, name: str) -> None:
     """Trains as the setting declares, or is refused before the first step by an error of ours."""
     settings, tolerance = SETTINGS[name]
-    expected, found = (run(project, each, "plain", drops=drops) for each in (None, settings))
+    expected, found = (run(project, each, "plain", drops=True) for each in (None, settings))
     if found["error"] is not None:
         assert found["steps"] == 0, found["error"]
         assert hasattr(errors, found["error"].partition(":")[0]), found["error"]
@@ -115,7 +115,7 @@ def _assert_right(project: str, name: str, *, drops: bool = True) -> None:
 
 
 def test_a_look_at_the_loss_waits_for_updates_on_the_host(monkeypatch):
-    # Its second one, of batches without their optional part, comes after a step.
+    # Batches without their optional part are looked at after the first optimizer step.
     work = HostWorker._run
 
     def work_late(worker, update):
@@ -160,11 +160,6 @@ def test_state_that_is_edited_under_a_name_of_torch_says_what_to_type(name):
     assert "optimizer=None" in found["error"]
 
 
-# In chunks two of them differ as plain training does from itself where its weights are changed by
-# one part in ten million: the last bit decides a ReLU, or a level of quantisation.
-_AMPLIFY = {"ResizedBuffer", "Observers"}
-
-
 @pytest.mark.parametrize(
     ("project", "name"),
     [
@@ -174,8 +169,8 @@ _AMPLIFY = {"ResizedBuffer", "Observers"}
             *("Teacher", "SelfTeacher"),
         )
         for name in ("micro-batches", "chunked")
-        if name != "chunked" or project not in _AMPLIFY
     ],
 )
 def test_steps_in_micro_batches_and_chunks_are_those_of_plain_training(project, name):
-    _assert_right(project, name, drops=False)
+    cell = Cells().run(project, name, "plain")
+    assert cell["outcome"] in ("equal", "as declared", "refused"), cell

@@ -269,7 +269,8 @@ class _Watch:
                 rewritten.add(name)
         self._before = after
         self._fake, self._copies = {}, []
-        self.forget({id(values.tensor) for values in changed.values()})  # as they are kept
+        # The snapshot keeps changed tensors: a later change by others is undone, not refused.
+        self.forget({id(values.tensor) for values in changed.values()})
         return changed
 
     def changed_since(self) -> list[str]:
@@ -316,7 +317,7 @@ class _Counters:
 
 
 class _Reads(TorchFunctionMode):
-    """Which of some tensors are used."""
+    """Notes which of the given tensors forward passes to functions of torch."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
